@@ -14,12 +14,14 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from headrace.errors import StartupError
+
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-class ConfigError(ValueError):
+class ConfigError(StartupError, ValueError):
     """What a user got wrong in a run file; `errors` holds one line for each key."""
 
     def __init__(self, source: str, errors: list[str]):
@@ -34,7 +36,9 @@ class _Section(BaseModel):
 class Run(_Section):
     """What the run is called and where it writes."""
 
-    id: str = Field("", description="namespace in Redis and name of the run's folder; `headrace run` makes one if empty")
+    id: str = Field(
+        "", description="namespace in Redis and name of the run's folder; `headrace run` makes one if empty"
+    )
     directory: Path = Field(Path("runs"), description="folder that holds the run's folder, a path or a gs:// address")
     seed: int = Field(0, ge=0, description="seed of initial weights, order of tasks and what environments draw")
 
@@ -169,7 +173,9 @@ class Trainer(_Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     kept_versions: Count = Field(2, description="published versions that stay available to pullers")
-    stop_at_reward: float | None = Field(None, description="mean reward over `stop_window` steps that ends the run early")
+    stop_at_reward: float | None = Field(
+        None, description="mean reward over `stop_window` steps that ends the run early"
+    )
     stop_window: Count = 10
 
     @model_validator(mode="after")
@@ -277,7 +283,9 @@ class Config(_Section):
                 "rollout.max_episode_tokens must be at most inference.context_length - 7 (the engine keeps a reserve)"
             )
         if self.rollout.max_episode_tokens > self.trainer.max_row_tokens:
-            errors.append("rollout.max_episode_tokens must be at most trainer.max_row_tokens, or episodes cannot be trained")
+            errors.append(
+                "rollout.max_episode_tokens must be at most trainer.max_row_tokens, or episodes cannot be trained"
+            )
         if self.rollout.max_action_tokens >= self.rollout.max_episode_tokens:
             errors.append("rollout.max_action_tokens must be below rollout.max_episode_tokens")
         if self.inference.context_length > self.inference.kv_cache_tokens:

@@ -123,7 +123,7 @@ def check_task(task: pb.Task) -> None:
         raise RecordError(f"task.purpose is {task.purpose}")
 
 
-def check_trajectory(trajectory: pb.Trajectory, *, purpose: pb.Purpose.ValueType, vocabulary_size: int) -> None:
+def check_trajectory(trajectory: pb.Trajectory, *, purpose: int, vocabulary_size: int) -> None:
     """Raises RecordError unless the trajectory can be true.
 
     A trajectory that ended without failure must have a turn with an action and a finite reward: an episode that nobody
@@ -148,7 +148,7 @@ def check_trajectory(trajectory: pb.Trajectory, *, purpose: pb.Purpose.ValueType
         raise RecordError("turns hold no reward: an environment must give at least one before an episode ends")
 
 
-def _check_turn(turn: pb.Turn, *, purpose: pb.Purpose.ValueType, vocabulary_size: int) -> None:
+def _check_turn(turn: pb.Turn, *, purpose: int, vocabulary_size: int) -> None:
     for field in ("observation_token_ids", "action_token_ids"):
         ids = token_ids_of(turn, field)
         if ids.size and (ids.min() < 0 or ids.max() >= vocabulary_size):

@@ -1,0 +1,161 @@
+"""gRPC as every service uses it: servers with health, reflection and a graceful stop; channels that notice the dead.
+
+A service's `__main__` calls `main(run)`. `run` starts a Server, marks it serving when it is ready, waits for
+`stop_signal()`, drains and stops. What a user got wrong ends the process with one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from headrace.errors import AddressInUse, StartupError
+
+MESSAGE_LIMIT_BYTES = 512 * 1024 * 1024
+
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_LIMITS = [
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
+]
+_SERVER_OPTIONS = [
+    *_KEEPALIVE,
+    *_LIMITS,
+    # A second server on a taken port must fail, not share it.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_concurrent_streams", 100_000),
+    # A burst of episodes that start at once is normal here; the defaults refuse about the thousandth.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
+]
+_CHANNEL_OPTIONS = [
+    *_KEEPALIVE,
+    *_LIMITS,
+    ("grpc.lb_policy_name", "round_robin"),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+class Service(NamedTuple):
+    """One gRPC service of a server: its full name, the generated `add_…_to_server`, and what answers."""
+
+    name: str
+    add: Callable[[Any, Any], None]
+    servicer: Any
+
+
+class Server:
+    """A running gRPC server."""
+
+    def __init__(self, server: grpc.aio.Server, port: int, health: HealthServicer, names: Sequence[str]):
+        self.port = port
+        self._server = server
+        self._health = health
+        self._names = names
+
+    @classmethod
+    async def start(cls, listen: str, services: Sequence[Service | tuple[str, Callable[..., None], Any]]) -> Server:
+        """Listens on "host:port" (port 0: any) and answers NOT_SERVING to health checks until `set_serving`.
+
+        Raises:
+            AddressInUse: the port is taken.
+        """
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        names = [Service(*service).name for service in services]
+        for service in services:
+            _, add, servicer = service
+            add(servicer, server)
+        described = [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(described, server)
+        try:
+            port = server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise AddressInUse(f"--listen {listen} cannot be bound: is the port taken? choose another") from error
+        if port == 0:
+            raise AddressInUse(f"--listen {listen} cannot be bound: is the port taken? choose another")
+        self = cls(server, port, health, ["", *names])
+        await self.set_serving(False)
+        await server.start()
+        return self
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks hear, for the server and for each of its services."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones end within `grace_s` seconds, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self._server.wait_for_termination()
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel to "host:port"; calls go round the hosts that the name resolves to."""
+    target = address if "://" in address or address.startswith("unix:") else f"dns:///{address}"
+    return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+
+
+def stop_signal() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event
+
+
+def main(run: Callable[[], Coroutine[Any, Any, int | None]]) -> None:
+    """Runs a service to its end and exits: 0, what `run` returns, or 2 with a line for what a user got wrong."""
+    try:
+        code = asyncio.run(run()) or 0
+    except StartupError as error:
+        _complain(error)
+        code = 2
+    except BaseExceptionGroup as group:
+        known, rest = group.split(StartupError)
+        if known is None or rest is not None:
+            raise
+        for leaf in _leaves(known):
+            _complain(leaf)
+        code = 2
+    sys.exit(code)
+
+
+def _complain(error: BaseException) -> None:
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return leaves
+
+
+__all__ = ["AddressInUse", "Server", "Service", "StartupError", "channel", "main", "stop_signal"]
