@@ -256,11 +256,13 @@ class Redis(_Section):
 
 
 class Telemetry(_Section):
-    """Logs and metrics."""
+    """Logs, metrics and the reward plot."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     tensorboard: bool = True
+    plot_ceiling: float | None = Field(None, description="reward that the reward plot marks with a line")
+    plot_ceiling_label: str = Field("", description="what that reward means")
 
 
 class Config(_Section):
