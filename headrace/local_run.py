@@ -1,0 +1,145 @@
+"""A run on one machine: its config with every address filled in, and the command of each of its processes.
+
+What a config gives an address of is somebody else's and is not started: Redis, engines, environments. The trainer is
+always ours; an address given for it is where it listens.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace import config as run_config
+from headrace import redis_server
+from headrace.config import Config
+from headrace.process import Command
+
+_HOST = "127.0.0.1"
+_LOWEST_PORT = 10_000
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """What to start, and the order in which to stop it: each stage ends before the next is asked to."""
+
+    config: Config
+    config_path: Path
+    redis: Command | None
+    trainer: Command
+    gateways: tuple[Command, ...]
+    engines: tuple[Command, ...]
+    environments: tuple[Command, ...]
+    metrics_addresses: dict[str, str]
+
+    @property
+    def services(self) -> tuple[Command, ...]:
+        """All but Redis, which must answer before they start."""
+        return (*self.environments, self.trainer, *self.engines, *self.gateways)
+
+    @property
+    def stages(self) -> tuple[tuple[Command, ...], ...]:
+        """Who stops first: the trainer writes its checkpoint, gateways drain, then nobody needs the rest."""
+        redis = (self.redis,) if self.redis else ()
+        return ((self.trainer,), self.gateways, (*self.engines, *self.environments), redis)
+
+
+def plan(config: Config) -> LocalRun:
+    """Fills in addresses with free ports and writes down every command. Starts nothing, writes nothing.
+
+    Raises:
+        StartupError: Redis must be started and there is no program for it.
+    """
+    ports = free_ports()
+    folder = config.run.path.resolve()
+    metrics: dict[str, str] = {}
+
+    def address() -> str:
+        return f"{_HOST}:{next(ports)}"
+
+    def service(module: str, name: str, *arguments: str, listen: str, grace_s: float, ends: bool = False) -> Command:
+        command = [sys.executable, "-m", f"services.{module}", "--config", str(folder / "config.yaml"), "--listen", listen]
+        if module == "inference":
+            metrics[name] = listen
+        else:
+            metrics[name] = address()
+            command += ["--metrics-listen", metrics[name]]
+        return Command(name, (*command, *arguments), folder / "logs" / f"{name}.log", grace_s, ends)
+
+    redis = None
+    redis_url = config.redis.url
+    if not redis_url:
+        port = next(ports)
+        redis_url = f"redis://{_HOST}:{port}/0"
+        program = redis_server.find()
+        arguments = redis_server.arguments(program, port=port, directory=folder / "redis")
+        redis = Command("redis", arguments, folder / "logs" / "redis.log", grace_s=10)
+
+    trainer_address = config.trainer.address or address()
+    trainer = service("trainer", "trainer", listen=trainer_address, grace_s=60, ends=True)
+
+    environments, served = dict(config.environments), []
+    for key, environment in config.environments.items():
+        if not environment.address:
+            listen = address()
+            environments[key] = environment.model_copy(update={"address": listen})
+            served.append(service("envs", f"env-{key}", "--environment", key, listen=listen, grace_s=10))
+
+    engine_addresses, engines = config.inference.addresses, []
+    if not engine_addresses:
+        engine_addresses = [address() for _ in range(config.inference.replicas)]
+        for number, listen in enumerate(engine_addresses):
+            name = f"engine-{number}"
+            engines.append(service("inference", name, "--name", name, listen=listen, grace_s=10))
+
+    gateways = []
+    for number in range(config.rollout.replicas):
+        name = f"gateway-{number}"
+        gateways.append(service("rollout", name, "--name", name, listen=address(), grace_s=15))
+
+    resolved = config.model_copy(
+        update={
+            "redis": config.redis.model_copy(update={"url": redis_url}),
+            "trainer": config.trainer.model_copy(update={"address": trainer_address}),
+            "inference": config.inference.model_copy(update={"addresses": list(engine_addresses)}),
+            "environments": environments,
+        }
+    )
+    return LocalRun(
+        config=resolved,
+        config_path=folder / "config.yaml",
+        redis=redis,
+        trainer=trainer,
+        gateways=tuple(gateways),
+        engines=tuple(engines),
+        environments=tuple(served),
+        metrics_addresses=metrics,
+    )
+
+
+def write(run: LocalRun) -> None:
+    """Makes the run's folder with the config that its services read."""
+    for folder in ("logs", "redis") if run.redis else ("logs",):
+        (run.config_path.parent / folder).mkdir(parents=True, exist_ok=True)
+    run.config_path.write_text(run_config.dump(run.config))
+
+
+def free_ports() -> Iterator[int]:
+    """Ports that nobody listens on, in random order, below those that the kernel gives to outgoing connections: so a
+    service that starts a second time finds its own still free."""
+    try:
+        highest = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except OSError:  # no Linux
+        highest = 32_768
+    for port in random.sample(range(_LOWEST_PORT, highest), highest - _LOWEST_PORT):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((_HOST, port))
+            except OSError:
+                continue
+        yield port
