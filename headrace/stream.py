@@ -99,6 +99,10 @@ class Streams:
         """Tickets that have no terminal event yet."""
         return int(await self._redis.xlen(self._tasks))
 
+    async def group_count(self) -> int:
+        """Groups that are not acknowledged."""
+        return int(await self._redis.xlen(self._groups))
+
     async def group_ids(self) -> list[str]:
         """Ids of the groups that are not acknowledged, oldest first."""
         return [entry_id.decode() for entry_id, _ in await self._redis.xrange(self._groups)]
