@@ -72,8 +72,15 @@ def context_token_ids(turns: Iterable[pb.Turn]) -> np.ndarray:
 
 
 def is_trainable(trajectory: pb.Trajectory) -> bool:
-    """Whether the trajectory may enter a loss: it ended without an infrastructure failure and sampled something."""
-    return trajectory.status in TRAINABLE and any(turn.action_token_ids for turn in trajectory.turns)
+    """Whether the trajectory may enter a loss: no infrastructure failed, it sampled something and somebody judged it.
+
+    An episode that a limit cut off before any reward was given is true but tells nothing: it is never a reward of 0.
+    """
+    return (
+        trajectory.status in TRAINABLE
+        and any(turn.action_token_ids for turn in trajectory.turns)
+        and total_reward(trajectory) is not None
+    )
 
 
 def total_reward(trajectory: pb.Trajectory) -> float | None:
@@ -126,8 +133,8 @@ def check_task(task: pb.Task) -> None:
 def check_trajectory(trajectory: pb.Trajectory, *, purpose: int, vocabulary_size: int) -> None:
     """Raises RecordError unless the trajectory can be true.
 
-    A trajectory that ended without failure must have a turn with an action and a finite reward: an episode that nobody
-    judged is no training data.
+    A trajectory that its task ended must have a turn with an action and a finite reward: an episode that nobody judged
+    is no training data. One that a limit cut off may lack both; then it is not trainable.
     """
     if trajectory.status not in pb.EpisodeStatus.values() or trajectory.status == pb.EPISODE_STATUS_UNSPECIFIED:
         raise RecordError(f"status is {trajectory.status}")
@@ -142,7 +149,9 @@ def check_trajectory(trajectory: pb.Trajectory, *, purpose: int, vocabulary_size
         raise RecordError("exactly one of terminated and truncated must be set once an episode has ended")
     if trajectory.terminated != (trajectory.status == pb.EPISODE_STATUS_COMPLETED):
         raise RecordError(f"terminated is {trajectory.terminated} with status {trajectory.status}")
-    if not is_trainable(trajectory):
+    if trajectory.status != pb.EPISODE_STATUS_COMPLETED:
+        return
+    if not any(turn.action_token_ids for turn in trajectory.turns):
         raise RecordError("turns hold no action")
     if total_reward(trajectory) is None:
         raise RecordError("turns hold no reward: an environment must give at least one before an episode ends")

@@ -78,6 +78,15 @@ def test_a_true_record_passes():
     check(group(trajectory(status=pb.EPISODE_STATUS_TRUNCATED_TURNS, terminated=False, truncated=True)))
 
 
+def test_what_a_limit_cut_off_before_any_reward_is_true_but_not_trainable():
+    for turns in ([turn(reward=None)], []):
+        cut = trajectory(terminated=False, truncated=True, status=pb.EPISODE_STATUS_TRUNCATED_TOKENS)
+        del cut.turns[:]
+        cut.turns.extend(turns)
+        check(group(cut))
+        assert not records.is_trainable(cut)
+
+
 @pytest.mark.parametrize(
     ("changed", "word"),
     [

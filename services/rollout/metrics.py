@@ -1,0 +1,52 @@
+"""The gateway's Prometheus metrics, and the watch over its event loop.
+
+The field's rule for names: headrace_rollout_<what>_<unit>. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+_LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 5)
+_LAG_PERIOD_S = 0.1
+
+claimed_tickets = Counter("headrace_rollout_claimed_tickets", "tickets claimed or taken over", ["how"])
+lost_claims = Counter("headrace_rollout_lost_claims", "claims that another gateway took over")
+published_groups = Counter("headrace_rollout_published_groups", "groups that ended their ticket")
+fenced_groups = Counter("headrace_rollout_fenced_groups", "groups discarded because the ticket had already ended")
+running_groups = Gauge("headrace_rollout_running_groups", "groups whose episodes run")
+unpublished_groups = Gauge("headrace_rollout_unpublished_groups", "ended groups that wait for Redis")
+redis_errors = Counter("headrace_rollout_redis_errors", "calls to Redis that failed")
+
+running_episodes = Gauge("headrace_rollout_running_episodes", "episodes that run")
+ended_episodes = Counter("headrace_rollout_ended_episodes", "episodes by how they ended", ["environment", "status"])
+unrewarded_episodes = Counter(
+    "headrace_rollout_unrewarded_episodes", "truncated episodes that no reward was given to", ["environment"]
+)
+episode_seconds = Histogram(
+    "headrace_rollout_episode_seconds", "where an episode's time went", ["environment", "phase"], buckets=_SECONDS
+)
+environment_failures = Counter(
+    "headrace_rollout_environment_failures", "environment sessions that failed", ["environment", "reason"]
+)
+malformed_tool_calls = Counter("headrace_rollout_malformed_tool_calls", "tool calls that could not be parsed")
+sampled_tokens = Counter("headrace_rollout_sampled_tokens", "tokens that engines sampled")
+
+engine_calls = Counter("headrace_rollout_engine_calls", "calls to engines by outcome", ["outcome"])
+ready_engines = Gauge("headrace_rollout_ready_engines", "engines that answered their last readiness check")
+
+event_loop_lag_seconds = Histogram(
+    "headrace_rollout_event_loop_lag_seconds", "how late the event loop wakes a sleeper", buckets=_LAG_SECONDS
+)
+
+
+async def watch_event_loop() -> None:
+    """Measures the event loop's lag until it is cancelled."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + _LAG_PERIOD_S
+        await asyncio.sleep(_LAG_PERIOD_S)
+        event_loop_lag_seconds.observe(max(0.0, loop.time() - due_s))
