@@ -88,7 +88,7 @@ def check(folder: Path) -> None:
     if highest >= size:
         _refuse(
             folder,
-            f"tokenizer.json knows ids up to {highest} but vocab_size in config.json is {size}; they must be one model's",
+            f"tokenizer.json knows ids up to {highest}, config.json vocab_size {size}; both must be one model's",
         )
     settings = _read(folder / "tokenizer_config.json")
     if not settings.get("chat_template") and not (folder / "chat_template.jinja").is_file():
