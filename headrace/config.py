@@ -235,6 +235,10 @@ class Environment(_Section):
     address: str = Field("", description="host:port of its server; empty: `headrace run` starts one")
     options: dict[str, Any] = Field({}, description="keyword arguments of the class")
     split: str = "train"
+    task_count: Count | None = Field(
+        None,
+        description="tasks of the split, each visited once an epoch in shuffled order; empty: drawn from run.seed",
+    )
     weight: float = Field(1.0, gt=0, description="share of the run's tasks, relative to the others'")
     max_turns: Count = 8
     reset_timeout_s: Seconds = 60.0
