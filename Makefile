@@ -40,7 +40,7 @@ $(SMOLLM2)/model.safetensors: requirements-smollm2.lock tools/convert_smollm2.py
 
 test: install ## unit and integration tests, with real processes
 	sh tools/install_redis.sh
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -m "not slow" $(ARGS)
 
 test-slow: install ## the tests that take long: three seeds of the demo and its blind control
 	sh tools/install_redis.sh

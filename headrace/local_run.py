@@ -28,7 +28,7 @@ class LocalRun:
     """What to start, and the order in which to stop it: each stage ends before the next is asked to."""
 
     config: Config
-    config_path: Path
+    folder: Path
     redis: Command | None
     trainer: Command
     gateways: tuple[Command, ...]
@@ -37,8 +37,13 @@ class LocalRun:
     metrics_addresses: dict[str, str]
 
     @property
+    def commands(self) -> tuple[Command, ...]:
+        """All of them."""
+        return (*((self.redis,) if self.redis else ()), *self.services)
+
+    @property
     def services(self) -> tuple[Command, ...]:
-        """All but Redis, which must answer before they start."""
+        """All but Redis."""
         return (*self.environments, self.trainer, *self.engines, *self.gateways)
 
     @property
@@ -62,7 +67,15 @@ def plan(config: Config) -> LocalRun:
         return f"{_HOST}:{next(ports)}"
 
     def service(module: str, name: str, *arguments: str, listen: str, grace_s: float, ends: bool = False) -> Command:
-        command = [sys.executable, "-m", f"services.{module}", "--config", str(folder / "config.yaml"), "--listen", listen]
+        command = [
+            sys.executable,
+            "-m",
+            f"services.{module}",
+            "--config",
+            str(folder / "config.yaml"),
+            "--listen",
+            listen,
+        ]
         if module == "inference":
             metrics[name] = listen
         else:
@@ -111,7 +124,7 @@ def plan(config: Config) -> LocalRun:
     )
     return LocalRun(
         config=resolved,
-        config_path=folder / "config.yaml",
+        folder=folder,
         redis=redis,
         trainer=trainer,
         gateways=tuple(gateways),
@@ -124,8 +137,8 @@ def plan(config: Config) -> LocalRun:
 def write(run: LocalRun) -> None:
     """Makes the run's folder with the config that its services read."""
     for folder in ("logs", "redis") if run.redis else ("logs",):
-        (run.config_path.parent / folder).mkdir(parents=True, exist_ok=True)
-    run.config_path.write_text(run_config.dump(run.config))
+        (run.folder / folder).mkdir(parents=True, exist_ok=True)
+    (run.folder / "config.yaml").write_text(run_config.dump(run.config))
 
 
 def free_ports() -> Iterator[int]:

@@ -6,6 +6,7 @@ Its output goes to one log file. Exit code 2 says that the user got something wr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -35,10 +36,11 @@ class Command:
 class Process:
     """Runs one command until it is stopped, ends or keeps failing."""
 
-    def __init__(self, command: Command, *, report: Callable[[str], None]):
+    def __init__(self, command: Command, *, report: Callable[[str], None], started: Callable[[], None]):
+        """`report` gets lines for people, `started` is called after each start."""
         self.command = command
         self.restarts = 0
-        self._report = report
+        self._report, self._started = report, started
         self._child: Child | None = None
         self._log_start = 0
         self._stopping = asyncio.Event()
@@ -106,6 +108,7 @@ class Process:
                 stderr=log,
                 start_new_session=True,
             )
+        self._started()
         if self._stopping.is_set():  # stop() came before there was anything to signal
             _signal_group(self._child.pid, signal.SIGKILL)
         code = await self._child.wait()
@@ -121,7 +124,5 @@ def describe(code: int) -> str:
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
-    except ProcessLookupError:
-        pass

@@ -120,11 +120,11 @@ def channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
 
 
-def stop_signal() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets."""
+def stop_signal(*others: signal.Signals) -> asyncio.Event:
+    """An event that SIGTERM, SIGINT or one of `others` sets."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, *others):
         loop.add_signal_handler(number, event.set)
     return event
 

@@ -1,0 +1,60 @@
+"""The lines that close a run: what it reached, what it took, where its results are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.step_log import Step
+
+_WINDOW = 10
+
+
+def lines(steps: Sequence[Step], *, wall_s: float, restarts: int, results: dict[str, Path]) -> list[str]:
+    """Rewards are means of the first and the last steps (10 of them, or a fifth of the run if that is less).
+
+    Args:
+        steps: of the whole run, in order.
+        wall_s: seconds from the launcher's start to its end.
+        restarts: processes that were started again.
+        results: what there is to find where; entries that do not exist are left out.
+    """
+    if not steps:
+        return [f"No step was done in {duration(wall_s)}.", *_found(results)]
+    window = max(1, min(_WINDOW, len(steps) // 5))
+    first, last = _mean_reward(steps[:window]), _mean_reward(steps[-window:])
+    trained_s = sum(step.step_s for step in steps)
+    tokens, episodes = sum(step.action_tokens for step in steps), sum(step.trajectories for step in steps)
+    over = f" (means of {window} steps)" if window > 1 else ""
+    return [
+        f"reward      {first:.3f} -> {last:.3f}{over}",
+        f"steps       {steps[-1].step} in {duration(wall_s)}, {len(steps) / max(trained_s, 1e-9):.2f} steps/s",
+        f"episodes    {episodes:,} trained on, {tokens / max(trained_s, 1e-9):,.0f} sampled tokens/s",
+        f"trainer     idle {_weighted_idle(steps):.0%} of the time",
+        f"staleness   mean {_mean([step.staleness_mean for step in steps]):.2f},"
+        f" at most {max(step.staleness_max for step in steps)} versions",
+        *([f"restarts    {restarts}"] if restarts else []),
+        *_found(results),
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or seconds."""
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def _found(results: dict[str, Path]) -> list[str]:
+    return [f"{name:<11} {path}" for name, path in results.items() if path.exists()]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _mean_reward(steps: Sequence[Step]) -> float:
+    return _mean([step.reward_mean for step in steps])
+
+
+def _weighted_idle(steps: Sequence[Step]) -> float:
+    wall_s = sum(step.step_s for step in steps)
+    return sum(step.idle_fraction * step.step_s for step in steps) / wall_s if wall_s else 0.0

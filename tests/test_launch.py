@@ -1,0 +1,140 @@
+"""`headrace run` in a process of its own: what a user got wrong ends it with one line and code 2, and nothing stays."""
+
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headrace import config as run_config
+from headrace import local_run
+from tests import processes
+from tests.processes import ROOT, wait_until
+
+RUN_FILE = ROOT / "configs" / "guess_number.yaml"
+
+
+def headrace(tmp_path: Path, *arguments: str, config: Path = RUN_FILE) -> processes.Process:
+    """Starts a run whose folder, and thus whose every process's command line, lies in tmp_path."""
+    command = [sys.executable, "-m", "headrace", "run", str(config), "--set", f"run.directory={tmp_path / 'runs'}"]
+    return processes.Process([*command, *arguments], tmp_path / "headrace.log")
+
+
+def left_running(tmp_path: Path) -> list[str]:
+    """Command lines of processes that mention the test's folder."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (OSError, ValueError):
+            continue
+        if str(tmp_path) in command:
+            found.append(command)
+    return found
+
+
+def assert_one_line(tmp_path: Path, launched: processes.Process, pattern: str, *, timeout_s: float = 90) -> None:
+    assert launched.wait(timeout_s) == 2, launched.output
+    errors = [line for line in launched.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, launched.output
+    assert re.search(pattern, errors[0]), errors[0]
+    assert "Traceback" not in launched.output
+    assert left_running(tmp_path) == []
+
+
+def test_every_config_error_is_named_at_once(tmp_path):
+    launched = headrace(tmp_path, "--set", "trainer.stepss=3", "--set", "rollout.group_size=1")
+    assert launched.wait(60) == 2
+    assert [line.split(": ")[2] for line in launched.output.splitlines()] == ["trainer.stepss", "rollout.group_size"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("value", ["trainer.steps", "=3", "trainer.steps=[1"])
+def test_a_malformed_override_is_named(tmp_path, value):
+    assert_one_line(tmp_path, headrace(tmp_path, "--set", value), re.escape(value))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert_one_line(tmp_path, headrace(tmp_path, config=tmp_path / "absent.yaml"), "absent.yaml: cannot be read")
+
+
+def test_a_broken_model_folder_is_named(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{")
+    tree = yaml.safe_load(RUN_FILE.read_text())
+    tree["model"] = {"path": str(folder)}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    assert_one_line(tmp_path, headrace(tmp_path, config=file), r"model/config\.json")
+
+
+def test_an_absent_redis_is_named(tmp_path):
+    url = f"redis://127.0.0.1:{processes.free_port()}/0"
+    assert_one_line(tmp_path, headrace(tmp_path, "--set", f"redis.url={url}"), f"redis.url {url}: no Redis answers")
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert_one_line(tmp_path, headrace(tmp_path, "--set", f"trainer.address={address}"), f"trainer: .*{address}")
+
+
+def test_an_unknown_environment_class_is_named(tmp_path):
+    launched = headrace(tmp_path, "--set", "environments.guess_number.class=gess_number")
+    assert_one_line(tmp_path, launched, "gess_number")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything(tmp_path, number):
+    launched = headrace(tmp_path)
+    wait_until(lambda: len(left_running(tmp_path)) >= 6, timeout_s=60, process=launched)
+    os.kill(launched.pid, number)
+    assert launched.wait(60) == 130, launched.output
+    assert left_running(tmp_path) == []
+    assert "logs " in launched.output
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(tmp_path):
+    launched = headrace(tmp_path)
+    wait_until(lambda: len(left_running(tmp_path)) >= 6, timeout_s=60, process=launched)
+    os.kill(launched.pid, signal.SIGKILL)
+    launched.wait(10)
+    wait_until(lambda: left_running(tmp_path) == [], timeout_s=10)
+
+
+def test_a_plan_fills_in_addresses_below_the_ephemeral_range_and_reads_back(tmp_path):
+    config = run_config.load(RUN_FILE, overrides={"run.id": "plan", "run.directory": str(tmp_path)})
+    run = local_run.plan(config)
+    names = ["redis", "env-guess_number", "trainer", "engine-0", "gateway-0"]
+    assert [command.name for command in run.commands] == names
+    assert [[command.name for command in stage] for stage in run.stages] == [
+        ["trainer"],
+        ["gateway-0"],
+        ["engine-0", "env-guess_number"],
+        ["redis"],
+    ]
+    ports = re.findall(r"127\.0\.0\.1:(\d+)", " ".join(" ".join(command.arguments) for command in run.commands))
+    assert len(set(ports)) == len(ports)
+    assert all(10_000 <= int(port) < 32_768 for port in ports)
+    local_run.write(run)
+    assert run_config.load(run.folder / "config.yaml") == run.config
+
+
+def test_a_plan_starts_nothing_that_has_an_address(tmp_path):
+    overrides = {
+        "run.id": "plan",
+        "redis.url": "redis://elsewhere:6379/0",
+        "inference.addresses": ["elsewhere:1"],
+        "environments.guess_number.address": "elsewhere:2",
+        "rollout.replicas": 2,
+    }
+    run = local_run.plan(run_config.load(RUN_FILE, overrides=overrides))
+    assert [command.name for command in run.commands] == ["trainer", "gateway-0", "gateway-1"]
+    assert run.config.redis.url == "redis://elsewhere:6379/0"
