@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a group."""
+"""Advantages from the rewards of a group. Pure: numbers in, numbers out."""
 
 from __future__ import annotations
 
@@ -19,4 +19,12 @@ def group_advantages(rewards: Sequence[float]) -> np.ndarray:
     Raises:
         ValueError: fewer than two rewards, or one that is not finite.
     """
-    raise NotImplementedError
+    values = np.asarray(rewards, np.float64)
+    if values.size < 2:
+        raise ValueError(f"a group of {values.size} has no advantages: there is nothing to compare with")
+    if not np.isfinite(values).all():
+        raise ValueError(f"rewards must be finite, but they are {values.tolist()}")
+    # The mean of equal numbers need not equal them in floating point, and its rounding error would be blown up.
+    if (values == values[0]).all():
+        return np.zeros(values.size, np.float32)
+    return ((values - values.mean()) / (values.std(ddof=1) + 1e-6)).astype(np.float32)

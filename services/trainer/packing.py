@@ -1,6 +1,8 @@
-"""Trajectories in, microbatches of static shape out.
+"""Trajectories in, microbatches of static shape out. Pure NumPy.
 
-Shapes: T tokens of a trajectory; microbatch arrays are [B rows, R row tokens] and carry the suffix _BT.
+A microbatch has one of a few numbers of rows, so that few programs are compiled.
+
+Shapes: T tokens of a trajectory; microbatch arrays are [B rows, R tokens of a row] and carry the suffix _BT.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ class Sample:
 
     trajectory_id: str
     token_ids: np.ndarray  # int32[T], observations and actions in order
-    action_mask: np.ndarray  # bool[T], True where the policy sampled the token; never at T = 0
+    action_mask: np.ndarray  # bool[T], True where the policy sampled the token; never at 0
     behaviour_logprobs: np.ndarray  # float32[T], of the token at the same place; anything, also NaN, where masked
     versions: np.ndarray  # int64[T], policy_version that sampled the token; anything where masked
     advantage: float = 0.0  # of every action token; unused by supervised training
@@ -31,7 +33,7 @@ class Microbatch:
     positions_BT: np.ndarray  # int32, from 0 within each segment
     segment_ids_BT: np.ndarray  # int32, from 1 within each row, 0 is padding
     action_mask_BT: np.ndarray  # bool
-    behaviour_logprobs_BT: np.ndarray  # float32
+    behaviour_logprobs_BT: np.ndarray  # float32, of the token at the same place; anything outside actions
     advantages_BT: np.ndarray  # float32, 0 outside actions
 
     @property
@@ -40,30 +42,98 @@ class Microbatch:
         return int(self.action_mask_BT.sum())
 
     @property
-    def padding_fraction(self) -> float:
-        """Share of the tokens that are padding."""
-        return float((self.segment_ids_BT == 0).mean())
+    def tokens(self) -> int:
+        """Tokens that are no padding."""
+        return int((self.segment_ids_BT > 0).sum())
+
+
+def pack(samples: Sequence[Sample], *, max_row_tokens: int, buckets: Sequence[int]) -> list[Microbatch]:
+    """Packs trajectories first-fit, longest first, into rows and rows into microbatches.
+
+    Args:
+        max_row_tokens: length of a row, which is the longest trajectory that fits.
+        buckets: numbers of rows that a microbatch may have, ascending.
+
+    Returns:
+        Microbatches of buckets[-1] rows; the last has the smallest bucket that holds what is left. No samples, none.
+
+    Raises:
+        ValueError: a trajectory is longer than a row, has arrays of unequal length, or samples its first token.
+    """
+    for sample in samples:
+        _check(sample, max_row_tokens)
+    rows = _first_fit(sorted(samples, key=lambda sample: -len(sample.token_ids)), max_row_tokens)
+    most = buckets[-1]
+    microbatches = []
+    for start in range(0, len(rows), most):
+        part = rows[start : start + most]
+        microbatches.append(_fill(part, next(size for size in buckets if size >= len(part)), max_row_tokens))
+    return microbatches
 
 
 def row_buckets(microbatch_tokens: int, max_row_tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
-    """The numbers of rows that a microbatch may have, ascending: multiple_of times powers of two, and the largest.
+    """The numbers of rows that a microbatch may have: multiple_of times powers of two, and the most that fit.
 
     Args:
+        microbatch_tokens: rows times max_row_tokens stay within it.
         multiple_of: size of the mesh axis that rows are sharded over.
 
     Raises:
         ValueError: not even `multiple_of` rows fit.
     """
-    raise NotImplementedError
+    most = microbatch_tokens // max_row_tokens // multiple_of
+    if most < 1:
+        raise ValueError(
+            f"trainer.microbatch_tokens is {microbatch_tokens}, must be at least {multiple_of * max_row_tokens}:"
+            f" {multiple_of} rows, one for each device along fsdp, of {max_row_tokens} tokens"
+        )
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    return tuple(multiple_of * count for count in sorted({*powers, most}))
 
 
-def pack(samples: Sequence[Sample], *, max_row_tokens: int, buckets: tuple[int, ...]) -> list[Microbatch]:
-    """Packs trajectories first-fit, longest first, into rows and rows into microbatches.
+def _check(sample: Sample, row_tokens: int) -> None:
+    length = len(sample.token_ids)
+    if not 0 < length <= row_tokens:
+        raise ValueError(f"trajectory {sample.trajectory_id} has {length} tokens, a row has 1 to {row_tokens}")
+    if len(sample.action_mask) != length or len(sample.behaviour_logprobs) != length:
+        raise ValueError(
+            f"trajectory {sample.trajectory_id} has {length} tokens, but {len(sample.action_mask)} mask values and"
+            f" {len(sample.behaviour_logprobs)} logprobs"
+        )
+    if sample.action_mask[0]:
+        raise ValueError(f"trajectory {sample.trajectory_id} samples its first token: nothing predicts it")
 
-    All microbatches but the last have buckets[-1] rows; the last has the smallest bucket that holds what is left. The
-    same samples give the same microbatches in any order of calls; no samples give none.
 
-    Raises:
-        ValueError: a trajectory is longer than a row, has arrays of unequal length, or samples its first token.
-    """
-    raise NotImplementedError
+def _first_fit(samples: Sequence[Sample], row_tokens: int) -> list[list[Sample]]:
+    free = np.full(len(samples), row_tokens)
+    rows: list[list[Sample]] = []
+    for sample in samples:
+        row = int(np.argmax(free >= len(sample.token_ids)))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(sample)
+        free[row] -= len(sample.token_ids)
+    return rows
+
+
+def _fill(rows: Sequence[Sequence[Sample]], size: int, row_tokens: int) -> Microbatch:
+    shape = (size, row_tokens)
+    microbatch = Microbatch(
+        tokens_BT=np.zeros(shape, np.int32),
+        positions_BT=np.zeros(shape, np.int32),
+        segment_ids_BT=np.zeros(shape, np.int32),
+        action_mask_BT=np.zeros(shape, bool),
+        behaviour_logprobs_BT=np.zeros(shape, np.float32),
+        advantages_BT=np.zeros(shape, np.float32),
+    )
+    for index, row in enumerate(rows):
+        start = 0
+        for segment, sample in enumerate(row, start=1):
+            at = (index, slice(start, start := start + len(sample.token_ids)))
+            microbatch.tokens_BT[at] = sample.token_ids
+            microbatch.positions_BT[at] = np.arange(len(sample.token_ids))
+            microbatch.segment_ids_BT[at] = segment
+            microbatch.action_mask_BT[at] = sample.action_mask
+            microbatch.behaviour_logprobs_BT[at] = sample.behaviour_logprobs
+            microbatch.advantages_BT[at] = np.where(sample.action_mask, np.float32(sample.advantage), 0)
+    return microbatch

@@ -1,34 +1,74 @@
-"""Which axis of the mesh each array is sharded over; the only place that says so."""
+"""Which axis of the mesh each array is sharded over; the only place that says so.
+
+The mesh has two axes: `fsdp` splits batches by rows and parameters by hidden units, `tensor` splits heads, feed-forward
+units and words.
+"""
 
 from __future__ import annotations
 
-from jax.sharding import Mesh, NamedSharding
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from headrace.config import ConfigError
+
+# Axes of each matrix [out, in] by the last part of its module's name; norms are replicated.
+_MATRICES = {
+    "embed_tokens": ("tensor", "fsdp"),
+    "lm_head": ("tensor", "fsdp"),
+    "q_proj": ("tensor", "fsdp"),
+    "k_proj": ("tensor", "fsdp"),
+    "v_proj": ("tensor", "fsdp"),
+    "gate_proj": ("tensor", "fsdp"),
+    "up_proj": ("tensor", "fsdp"),
+    "o_proj": ("fsdp", "tensor"),
+    "down_proj": ("fsdp", "tensor"),
+}
 
 
 def create_mesh(fsdp: int = -1, tensor: int = 1) -> Mesh:
     """The mesh (`fsdp`, `tensor`) over all devices; fsdp -1 takes what tensor leaves.
 
     Raises:
-        headrace.config.ConfigError: the devices cannot be laid out so.
+        ConfigError: the devices cannot be laid out so.
     """
-    raise NotImplementedError
+    count = jax.device_count()
+    if fsdp == -1:
+        fsdp = count // tensor
+    if fsdp < 1 or fsdp * tensor != count:
+        raise ConfigError(
+            "trainer.mesh", [f"fsdp {fsdp} times tensor {tensor} is not the number of devices, {count}; set fsdp to -1"]
+        )
+    return jax.make_mesh((fsdp, tensor), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def parameter_sharding(name: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """Of the parameter with this Hugging Face name; an axis that does not divide its dimension is left out."""
-    raise NotImplementedError
+    module, kind = name.split(".")[-2:]
+    axes: tuple[str | None, ...] = _MATRICES.get(module, (None,))
+    if kind == "bias":
+        axes = axes[:1]
+    divided = (axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(axes, shape, strict=True))
+    return NamedSharding(mesh, PartitionSpec(*divided))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of [B, T] arrays: rows over fsdp."""
-    raise NotImplementedError
+    return NamedSharding(mesh, PartitionSpec("fsdp"))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """Of scalars."""
-    raise NotImplementedError
+    return NamedSharding(mesh, PartitionSpec())
 
 
-def optimizer_shardings(state: object, mesh: Mesh) -> object:
-    """Shardings of an optimizer state: moments lie as their parameters do, counts are replicated."""
-    raise NotImplementedError
+def optimizer_sharding(state: Any, parameters: Mapping[str, NamedSharding], mesh: Mesh) -> Any:
+    """Shardings of an optimizer state: moments lie as the parameters that they belong to, counts are replicated."""
+
+    def of(path: tuple[Any, ...], _leaf: Any) -> NamedSharding:
+        names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        return parameters[names[-1]] if names else replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(of, state)

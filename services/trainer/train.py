@@ -5,27 +5,43 @@
         sums = learner.zeros()
         for each microbatch:
             sums = learner.accumulate(state.parameters, sums, microbatch, proximal, reference)
-        state, update = learner.apply(state, sums)      # consumes both arguments
-        metrics = merge(metrics, sums.metrics)           # take sums.metrics before apply: it is not consumed
+        metrics = merge(metrics, sums.metrics)
+        state, update = learner.apply(state, sums)
 
-Sums are unreduced and float32; `apply` divides once by the number of action tokens, so the result does not depend on how
-trajectories were split into microbatches.
+Sums are unreduced and float32; `apply` divides once by the number of action tokens, so the result does not depend on
+how trajectories were split into microbatches. Functions that say that they consume an argument hand its buffers on: the
+argument must not be used again.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from headrace import config
+from services.trainer import optimizer as adamw
+from services.trainer import sharding
+from services.trainer.logprob import token_logprobs
+from services.trainer.loss import cross_entropy, policy_loss
+from services.trainer.metrics import Metrics, merge
+from services.trainer.model import decoder
 from services.trainer.model.config import DecoderConfig
 from services.trainer.model.decoder import Parameters
 from services.trainer.packing import Microbatch
 
+__all__ = ["Learner", "Metrics", "Sums", "TrainState", "Update", "merge"]
 
+jax.tree_util.register_dataclass(Microbatch)
+
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
     """What a checkpoint must hold to go on; a pytree."""
@@ -33,20 +49,10 @@ class TrainState:
     parameters: Parameters
     optimizer: optax.OptState
     updates: jax.Array  # int32[], updates made
-    skipped: jax.Array  # int32[], updates not made because the loss or gradient was not finite
+    skipped: jax.Array  # int32[], updates not made, see `Learner.apply`
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """Sums and maxima over action tokens, float32[] on the device; a pytree. `summary` makes means of them."""
-
-    tokens: jax.Array
-
-    def summary(self) -> dict[str, float]:
-        """Means, fractions and maxima by name, for people. Waits for the device: call it once a step."""
-        raise NotImplementedError
-
-
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
     """What `accumulate` adds up; a pytree."""
@@ -55,18 +61,14 @@ class Sums:
     metrics: Metrics
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Update:
     """What one `apply` did, on the device; a pytree."""
 
     gradient_norm: jax.Array  # float32[], before clipping
     learning_rate: jax.Array  # float32[]
-    skipped: jax.Array  # bool[], the loss or gradient was not finite, or there was no action token
-
-
-def merge(left: Metrics | None, right: Metrics) -> Metrics:
-    """Metrics of both; stays on the device."""
-    raise NotImplementedError
+    skipped: jax.Array  # bool[]
 
 
 class Learner:
@@ -74,8 +76,8 @@ class Learner:
 
     def __init__(
         self,
-        decoder: DecoderConfig,
-        mesh: jax.sharding.Mesh,
+        decoder_config: DecoderConfig,
+        mesh: Mesh,
         *,
         optimizer: config.Optimizer,
         steps: int,
@@ -93,15 +95,76 @@ class Learner:
             remat: computes each layer again in the backward pass instead of keeping its activations.
             head_chunk_tokens: tokens whose logits exist at once.
         """
-        raise NotImplementedError
+        self._optimizer = adamw.create(optimizer, steps=steps, updates_per_step=updates_per_step)
+        rate = adamw.schedule(optimizer, steps=steps, updates_per_step=updates_per_step)
+        score = functools.partial(
+            _score,
+            decoder_config=decoder_config,
+            temperature=temperature,
+            dtype=jnp.dtype(compute_dtype),
+            remat=remat,
+            chunk_tokens=head_chunk_tokens,
+        )
+
+        def policy_loss_sum(
+            parameters: Parameters, batch: Microbatch, proximal_BT: jax.Array | None, reference_BT: jax.Array | None
+        ) -> tuple[jax.Array, Metrics]:
+            return policy_loss(
+                *score(parameters, batch),
+                jnp.asarray(batch.action_mask_BT),
+                behaviour_logprobs_BT=jnp.asarray(batch.behaviour_logprobs_BT),
+                advantages_BT=jnp.asarray(batch.advantages_BT),
+                proximal_logprobs_BT=proximal_BT,
+                reference_logprobs_BT=reference_BT,
+                settings=loss,
+            )
+
+        def cross_entropy_sum(parameters: Parameters, batch: Microbatch) -> tuple[jax.Array, Metrics]:
+            return cross_entropy(*score(parameters, batch), jnp.asarray(batch.action_mask_BT))
+
+        shapes = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in decoder.shapes(decoder_config).items()
+        }
+        by_name = {name: sharding.parameter_sharding(name, shape.shape, mesh) for name, shape in shapes.items()}
+        moments = sharding.optimizer_sharding(jax.eval_shape(self._optimizer.init, shapes), by_name, mesh)
+        one, rows = sharding.replicated(mesh), sharding.batch_sharding(mesh)
+        state = TrainState(parameters=by_name, optimizer=moments, updates=one, skipped=one)  # type: ignore[arg-type]
+        sums = Sums(gradients=by_name, metrics=one)  # type: ignore[arg-type]
+
+        # Parameters may be published or be a reference's while they are read here: only what is owned is donated.
+        self._accumulate = jax.jit(
+            functools.partial(_accumulate, policy_loss_sum),
+            in_shardings=(by_name, sums, rows, rows, rows),
+            out_shardings=sums,
+            donate_argnums=1,
+        )
+        self._accumulate_supervised = jax.jit(
+            functools.partial(_accumulate, cross_entropy_sum),
+            in_shardings=(by_name, sums, rows),
+            out_shardings=sums,
+            donate_argnums=1,
+        )
+        self._logprobs = jax.jit(
+            lambda parameters, batch: score(parameters, batch)[0], in_shardings=(by_name, rows), out_shardings=rows
+        )
+        self._apply = jax.jit(
+            functools.partial(_apply, self._optimizer, rate),
+            in_shardings=(state, by_name, one),
+            out_shardings=(state, one),
+            donate_argnums=0,
+        )
+        self._zeros = jax.jit(
+            lambda: Sums(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes), Metrics.zeros()), out_shardings=sums
+        )
+        self._initial_state = jax.jit(self._begin, in_shardings=(by_name,), out_shardings=state)
 
     def initial_state(self, parameters: Parameters) -> TrainState:
         """A state that has made no update. Consumes nothing: the parameters are copied."""
-        raise NotImplementedError
+        return self._initial_state(parameters)
 
     def zeros(self) -> Sums:
         """Sums of nothing."""
-        raise NotImplementedError
+        return self._zeros()
 
     def accumulate(
         self,
@@ -117,27 +180,82 @@ class Learner:
             proximal_logprobs_BT: `logprobs` of the microbatch at the start of the step; needed by token_tis.
             reference_logprobs_BT: `logprobs` under the reference's parameters; needed when kl_coefficient > 0.
         """
-        raise NotImplementedError
+        return self._accumulate(parameters, sums, microbatch, proximal_logprobs_BT, reference_logprobs_BT)
 
     def accumulate_supervised(self, parameters: Parameters, sums: Sums, microbatch: Microbatch) -> Sums:
         """Adds the gradient of the cross entropy of the action tokens. Consumes `sums`."""
-        raise NotImplementedError
+        return self._accumulate_supervised(parameters, sums, microbatch)
 
     def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Update]:
-        """One update from the sums, divided by their number of action tokens. Consumes `state` and sums.gradients.
+        """One update from the sums, divided by their number of action tokens. Consumes `state`.
 
-        A loss or gradient that is not finite leaves parameters and optimizer as they are and is counted.
+        No action token, or a loss or gradient that is not finite, leaves parameters, optimizer and the schedule's count
+        as they are and is counted in `skipped`.
         """
-        raise NotImplementedError
+        return self._apply(state, sums.gradients, sums.metrics)
 
     def logprobs(self, parameters: Parameters, microbatch: Microbatch) -> jax.Array:
         """float32[B, T]: log-probability of each token given those before it in its segment, at the temperature.
 
         Meaningless at the first token of a segment and in padding; 0 at the first token of a row.
         """
-        raise NotImplementedError
+        return self._logprobs(parameters, microbatch)
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far: it stops growing once every bucket was met."""
-        raise NotImplementedError
+        """Programs compiled for microbatches so far: it stops growing once every bucket was met."""
+        programs = (self._accumulate, self._accumulate_supervised, self._logprobs)
+        return sum(f._cache_size() for f in programs)  # type: ignore[attr-defined]
+
+    def _begin(self, parameters: Parameters) -> TrainState:
+        copied = jax.tree.map(jnp.copy, parameters)
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(copied, self._optimizer.init(copied), updates=zero, skipped=zero)
+
+
+def _score(
+    parameters: Parameters,
+    batch: Microbatch,
+    *,
+    decoder_config: DecoderConfig,
+    temperature: float,
+    dtype: jnp.dtype,
+    remat: bool,
+    chunk_tokens: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(logprobs_BT, entropies_BT) of a microbatch."""
+    model = decoder.bind(decoder_config, parameters)
+    tokens_BT, positions_BT, segment_ids_BT = map(
+        jnp.asarray, (batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
+    )
+    hidden_BTD = model(tokens_BT, positions_BT, segment_ids_BT, dtype=dtype, remat=remat)
+    return token_logprobs(hidden_BTD, model.head_VD, tokens_BT, temperature=temperature, chunk_tokens=chunk_tokens)
+
+
+def _accumulate(
+    loss_sum: Callable[..., tuple[jax.Array, Metrics]], parameters: Parameters, sums: Sums, *inputs: object
+) -> Sums:
+    gradients, measured = jax.grad(loss_sum, has_aux=True)(parameters, *inputs)
+    return Sums(jax.tree.map(jnp.add, sums.gradients, gradients), merge(sums.metrics, measured))
+
+
+def _apply(
+    optimizer: optax.GradientTransformation,
+    rate: adamw.Schedule,
+    state: TrainState,
+    gradient_sums: Parameters,
+    measured: Metrics,
+) -> tuple[TrainState, Update]:
+    gradients = jax.tree.map(lambda total: total / jnp.maximum(measured.tokens, 1), gradient_sums)
+    norm = optax.global_norm(gradients)
+    usable = jnp.isfinite(norm) & jnp.isfinite(measured.loss) & (measured.tokens > 0)
+    changes, moments = optimizer.update(gradients, state.optimizer, state.parameters)
+    changed = optax.apply_updates(state.parameters, changes)
+    keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(usable, new, old))
+    after = TrainState(
+        parameters=keep(changed, state.parameters),
+        optimizer=keep(moments, state.optimizer),
+        updates=state.updates + usable,
+        skipped=state.skipped + ~usable,
+    )
+    return after, Update(gradient_norm=norm, learning_rate=rate(state.updates), skipped=~usable)
