@@ -1,0 +1,293 @@
+"""Groups in, samples with advantages out; what cannot be learned from is set aside with its reason.
+
+    inbox ──▶ malformed?  ──▶ dead-letter stream, ticket replaced
+              unfit now?  ──▶ acknowledged,       ticket replaced     (too stale, too few trainable, left over)
+              else        ──▶ LearnableGroup
+
+`learnable` is the pure verdict on one group; Batcher waits for groups and acts on the verdict.
+
+Shapes: G trajectories of a group that may enter the loss, T tokens of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from headrace import trajectory as records
+from headrace.stream import GroupEntry
+from headrace.trajectory import RecordError
+from headrace.v1 import trajectory_pb2 as pb
+from services.trainer.advantage import group_advantages
+from services.trainer.feeder import Feeder
+from services.trainer.inbox import Inbox
+from services.trainer.lineage import Lineage
+from services.trainer.packing import Sample
+from services.trainer.status import Status
+from services.trainer.stopwatch import Stopwatch
+from services.trainer.task_order import sequence_number
+
+log = logging.getLogger(__name__)
+
+# Reasons for which a group does not enter a gradient.
+MALFORMED = "malformed"
+TOO_STALE = "too_stale"
+TOO_FEW_TRAINABLE = "too_few_trainable"
+LEFT_OVER = "left_over"
+
+_BLOCK_S = 2.0
+_LONGEST_PAUSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a group is judged by."""
+
+    run_id: str
+    vocabulary_size: int
+    environments: frozenset[str]
+    max_row_tokens: int
+    # Updates that may lie between the weights of the oldest token and the current ones.
+    max_staleness: int
+    # What becomes of truncated trajectories: as config.Loss says.
+    truncated: Literal["keep", "mask", "penalise"]
+    truncation_penalty: float
+
+
+@dataclass(frozen=True)
+class LearnableGroup:
+    """A group that enters the step in progress."""
+
+    entry_id: str
+    size_bytes: int
+    task: pb.Task
+    samples: tuple[Sample, ...]
+    # Of the G trajectories, as the environment gave them.
+    rewards: tuple[float, ...]
+    # Whether all that is compared is equal, so that every advantage is 0.
+    degenerate: bool
+    # Of the G trajectories.
+    truncated: int
+    oldest_version: int
+    newest_version: int
+    # Updates between the weights that sampled the samples' tokens and the current ones: of the oldest, and summed.
+    age_max: int
+    age_sum: int
+
+    @property
+    def action_tokens(self) -> int:
+        """Tokens that enter the loss."""
+        return sum(int(sample.action_mask.sum()) for sample in self.samples)
+
+
+class Unfit(Exception):
+    """A true group that this step cannot learn from."""
+
+    def __init__(self, reason: str, detail: str):
+        self.reason = reason
+        super().__init__(detail)
+
+
+def learnable(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int) -> LearnableGroup:
+    """The group of an entry, ready for the loss.
+
+    Args:
+        cursor: number of the next ticket: all earlier ones have been issued.
+
+    Raises:
+        RecordError: the entry cannot be true.
+        Unfit: it is true and of no use now.
+    """
+    group = parse(entry, rules, lineage, cursor=cursor)
+    if group.task.purpose != pb.PURPOSE_TRAINING:
+        raise Unfit(LEFT_OVER, "of a warm start that has ended")
+    compared = [trajectory for trajectory in group.trajectories if records.is_trainable(trajectory)]
+    kept = [number for number, trajectory in enumerate(compared) if not _is_masked(trajectory, rules)]
+    if len(compared) < 2 or not kept:
+        statuses = sorted({pb.EpisodeStatus.Name(trajectory.status) for trajectory in group.trajectories})
+        raise Unfit(TOO_FEW_TRAINABLE, f"{len(compared)} trainable trajectories, {len(kept)} in the loss: {statuses}")
+    spans = [span for number in kept for turn in compared[number].turns for span in turn.version_spans]
+    ages = [lineage.age(span.policy_version) for span in spans]
+    if max(ages) > rules.max_staleness:
+        raise Unfit(
+            TOO_STALE, f"its oldest token is {max(ages)} updates old, at most {rules.max_staleness} are allowed"
+        )
+    rewards = [_reward(trajectory) for trajectory in compared]
+    advantages = group_advantages([_shaped(*pair, rules) for pair in zip(rewards, compared, strict=True)])
+    return LearnableGroup(
+        entry_id=entry.entry_id,
+        size_bytes=len(entry.payload),
+        task=group.task,
+        samples=tuple(to_sample(compared[number], float(advantages[number])) for number in kept),
+        rewards=tuple(rewards),
+        degenerate=not advantages.any(),
+        truncated=sum(trajectory.truncated for trajectory in compared),
+        oldest_version=min(span.policy_version for span in spans),
+        newest_version=max(span.policy_version for span in spans),
+        age_max=max(ages),
+        age_sum=sum(age * span.length for age, span in zip(ages, spans, strict=True)),
+    )
+
+
+def parse(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int) -> pb.TrajectoryGroup:
+    """The group of an entry. Raises RecordError when it cannot be true."""
+    try:
+        group = pb.TrajectoryGroup.FromString(entry.payload)
+    except DecodeError as error:
+        raise RecordError("payload is no TrajectoryGroup") from error
+    try:
+        records.check_group(group, run_id=rules.run_id, vocabulary_size=rules.vocabulary_size)
+    except OverflowError as error:
+        raise RecordError("rewards sum to no finite number") from error
+    if group.task.environment not in rules.environments:
+        raise RecordError(f"task.environment {group.task.environment!r} is none of this run's")
+    try:
+        issued = sequence_number(group.task) < cursor
+    except ValueError:
+        issued = False
+    if not issued:
+        raise RecordError(f"task.task_id {group.task.task_id!r} was never issued")
+    for number, trajectory in enumerate(group.trajectories):
+        try:
+            _check_for_loss(trajectory, rules, lineage)
+        except (RecordError, ValueError) as error:
+            raise RecordError(f"trajectories[{number}] {error}") from error
+    return group
+
+
+def to_sample(trajectory: pb.Trajectory, advantage: float = 0.0) -> Sample:
+    """The trajectory as the loss sees it, up to its last action."""
+    token_ids, mask, logprobs, versions = [], [], [], []
+    for turn in trajectory.turns:
+        observed, acted = records.token_ids(turn.observation_token_ids), records.token_ids(turn.action_token_ids)
+        sampled = records.logprobs(turn.action_logprobs)
+        token_ids += [observed, acted]
+        mask += [np.zeros(observed.size, bool), np.ones(acted.size, bool)]
+        # A demonstration has neither logprobs nor versions.
+        logprobs += [np.zeros(observed.size + acted.size - sampled.size, np.float32), sampled]
+        sampled_by = records.versions(turn)
+        versions += [np.full(observed.size + acted.size - sampled_by.size, -1, np.int64), sampled_by]
+    masks = np.concatenate(mask)
+    end = int(np.flatnonzero(masks)[-1]) + 1
+    return Sample(
+        trajectory_id=trajectory.trajectory_id,
+        token_ids=np.concatenate(token_ids)[:end],
+        action_mask=masks[:end],
+        behaviour_logprobs=np.concatenate(logprobs)[:end],
+        versions=np.concatenate(versions)[:end],
+        advantage=advantage,
+    )
+
+
+class Batcher:
+    """Waits for learnable groups."""
+
+    def __init__(self, inbox: Inbox, feeder: Feeder, lineage: Lineage, status: Status, rules: Rules):
+        self._inbox, self._feeder, self._lineage, self._status, self._rules = inbox, feeder, lineage, status, rules
+        self._fruitless = 0
+
+    async def groups(self, count: int, watch: Stopwatch) -> AsyncIterator[list[LearnableGroup]]:
+        """Yields exactly `count` groups, as they arrive, oldest first."""
+        while count:
+            with watch.measure("waiting"):
+                entries = await self._inbox.read(count, _BLOCK_S)
+                if not entries:
+                    await self._feeder.top_up()  # heals what a Redis without its memory lost
+            with watch.measure("packing"):
+                arrived = await self._admit(entries)
+            count -= len(arrived)
+            if arrived:
+                yield arrived
+
+    async def _admit(self, entries: Sequence[GroupEntry]) -> list[LearnableGroup]:
+        admitted = []
+        for entry in entries:
+            try:
+                admitted.append(learnable(entry, self._rules, self._lineage, cursor=self._feeder.cursor))
+            except RecordError as error:
+                await self._set_aside(entry, error)
+            except Unfit as error:
+                await self._return(entry, error)
+        if len(admitted) < len(entries):
+            await self._slow_down_if_fruitless(bool(admitted))
+            await self._feeder.top_up()
+        elif entries:
+            self._fruitless = 0
+        return admitted
+
+    async def _set_aside(self, entry: GroupEntry, error: RecordError) -> None:
+        log.warning("group %s is malformed and goes to the dead-letter stream: %s", entry.entry_id, error)
+        await self._inbox.dead_letter(entry, str(error))
+        self._count(_environment(entry, self._rules), MALFORMED)
+        self._fruitless += 1
+
+    async def _return(self, entry: GroupEntry, error: Unfit) -> None:
+        log.info("group %s is returned (%s): %s", entry.entry_id, error.reason, error)
+        await self._inbox.acknowledge([entry.entry_id])
+        self._count(_environment(entry, self._rules), error.reason)
+        self._fruitless += error.reason == TOO_FEW_TRAINABLE
+
+    def _count(self, environment: str, reason: str) -> None:
+        self._status.returned_groups[environment, reason] += 1
+
+    async def _slow_down_if_fruitless(self, fruit: bool) -> None:
+        """Keeps a run whose every episode fails from using up its tasks at full speed."""
+        if fruit:
+            self._fruitless = 0
+        rounds = self._fruitless // _FRUITLESS_GROUPS
+        if rounds:
+            pause_s = min(0.1 * 2**rounds, _LONGEST_PAUSE_S)
+            log.warning(
+                "the last %d groups all failed: is an environment or an engine down? pausing %.1f s",
+                self._fruitless,
+                pause_s,
+            )
+            await asyncio.sleep(pause_s)
+
+
+_FRUITLESS_GROUPS = 64
+
+
+def _environment(entry: GroupEntry, rules: Rules) -> str:
+    """The environment that a count names: never what a malformed record claims."""
+    try:
+        name = pb.TrajectoryGroup.FromString(entry.payload).task.environment
+    except DecodeError:
+        return ""
+    return name if name in rules.environments else ""
+
+
+def _check_for_loss(trajectory: pb.Trajectory, rules: Rules, lineage: Lineage) -> None:
+    for turn in trajectory.turns:
+        for span in turn.version_spans:
+            lineage.age(span.policy_version)
+    if not records.is_trainable(trajectory):
+        return
+    first = next(turn for turn in trajectory.turns if turn.observation_token_ids or turn.action_token_ids)
+    if not first.observation_token_ids:
+        raise RecordError("acts before it has observed anything")
+    tokens = records.context_token_ids(trajectory.turns).size
+    if tokens > rules.max_row_tokens:
+        raise RecordError(f"has {tokens} tokens, more than trainer.max_row_tokens ({rules.max_row_tokens})")
+
+
+def _is_masked(trajectory: pb.Trajectory, rules: Rules) -> bool:
+    return trajectory.truncated and rules.truncated == "mask"
+
+
+def _reward(trajectory: pb.Trajectory) -> float:
+    reward = records.total_reward(trajectory)
+    assert reward is not None, "a trainable trajectory has a reward"
+    return reward
+
+
+def _shaped(reward: float, trajectory: pb.Trajectory, rules: Rules) -> float:
+    """The reward that is compared within the group."""
+    penalised = trajectory.truncated and rules.truncated == "penalise"
+    return reward - rules.truncation_penalty if penalised else reward

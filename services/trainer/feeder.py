@@ -1,0 +1,75 @@
+"""Issues tickets: the run's flow control.
+
+Outstanding is every ticket that waits or is claimed, every group that waits to be consumed, and every group of the step
+in progress. With at most (max_staleness + 1) * groups_per_step of them, a ticket that is issued now is consumed at most
+max_staleness versions later, whatever number of gateways work: that many steps use up all that were issued before it.
+
+What is outstanding is counted in Redis each time, never remembered: a crash between two calls can leak no ticket.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from headrace.errors import StartupError
+from headrace.stream import CursorMoved, Streams
+from headrace.v1.trajectory_pb2 import PURPOSE_TRAINING, Task
+from services.trainer.insist import insist
+from services.trainer.ledger import Ledger
+from services.trainer.lineage import Lineage
+from services.trainer.status import Status
+from services.trainer.task_order import TaskOrder, task_id
+
+log = logging.getLogger(__name__)
+
+
+class Feeder:
+    """Owns the cursor: the number of the next ticket."""
+
+    def __init__(
+        self, streams: Streams, order: TaskOrder, ledger: Ledger, lineage: Lineage, status: Status, *, limit: int
+    ):
+        """`limit` is how many tickets may be outstanding."""
+        self._streams, self._order, self._ledger, self._lineage = streams, order, ledger, lineage
+        self._status, self._limit = status, limit
+        self.cursor = 0
+
+    async def open(self, at_least: int) -> None:
+        """Takes the cursor up where Redis or the checkpoint, whichever is further, left it."""
+        await insist(lambda: self._streams.advance_cursor(at_least))
+        self.cursor = await insist(self._streams.cursor)
+
+    async def top_up(self) -> int:
+        """Issues training tickets up to the limit and returns how many."""
+        missing = self._limit - await self.outstanding()
+        tasks = [self._order.task(self.cursor + number) for number in range(missing)]
+        await self.issue(tasks, purpose=PURPOSE_TRAINING)
+        return len(tasks)
+
+    async def outstanding(self) -> int:
+        """Tickets without a terminal event and groups that no finished step has learned from."""
+        # In this order: a ticket that ends between the two calls is counted twice, never missed.
+        tickets = await insist(self._streams.ticket_count)
+        groups = await insist(self._streams.group_count)
+        self._status.outstanding_tickets = tickets + groups - len(self._ledger.learned_ids)
+        return self._status.outstanding_tickets
+
+    async def issue(self, tasks: Sequence[Task], *, purpose: int) -> None:
+        """Issues tasks under the next numbers.
+
+        Raises:
+            StartupError: another trainer issues tickets of this run.
+        """
+        if not tasks:
+            return
+        for number, task in enumerate(tasks):
+            task.task_id = task_id(self.cursor + number)
+            task.purpose = purpose  # type: ignore[assignment]
+            task.min_policy_version = self._lineage.newest
+        try:
+            await insist(lambda: self._streams.issue(tasks, first_sequence=self.cursor))
+        except CursorMoved as error:
+            raise StartupError(f"run {self._status.run_id}: {error} Stop it or set another run.id.") from error
+        self.cursor += len(tasks)
+        self._status.outstanding_tickets += len(tasks)
