@@ -207,6 +207,13 @@ class Rollout(_Section):
     engine_attempts: Count = Field(8, description="engine calls that one action may take")
     claim_timeout_s: Seconds = Field(30.0, description="silence after which another gateway takes a ticket over")
     max_unpublished_groups: Count = Field(64, description="ended groups held while Redis is away")
+    drain_timeout_s: Seconds = Field(10.0, description="how long SIGTERM waits for groups to end; others take the rest")
+
+    @model_validator(mode="after")
+    def _group_fits(self) -> Rollout:
+        if self.max_concurrent_episodes < self.group_size:
+            raise ValueError("max_concurrent_episodes must be at least group_size, or no group could start")
+        return self
 
 
 class Inference(_Section):

@@ -23,7 +23,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import random
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -34,6 +33,7 @@ from yarl import URL
 
 from headrace.v1 import trajectory_pb2 as pb
 from services.rollout import metrics
+from services.rollout.sample import BadReply, Sample, joined, read_reply
 
 log = logging.getLogger(__name__)
 
@@ -43,25 +43,10 @@ _PROBE_PERIOD_S = 5.0  # of a ready engine; one that is not ready is asked soone
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 2.0
 _ABORT_TIMEOUT_S = 2.0
 _HEADERS = {"Content-Type": "application/json"}
-_FINISH_REASONS = {
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-    "abort": pb.FINISH_REASON_ABORT,
-}
 
 
 class EngineError(Exception):
     """No engine will answer this request, in one line."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One sampled action of A tokens."""
-
-    token_ids: list[int]  # [A]
-    logprobs: list[float]  # [A], nats
-    version_spans: list[tuple[int, int]]  # (policy_version, length), the lengths sum to A
-    finish_reason: pb.FinishReason
 
 
 class Context:
@@ -79,6 +64,7 @@ class Context:
         self.length = 0
         self.min_policy_version = min_policy_version
         self.engine: Engine | None = None
+        self.trouble = ""  # why `sample` has not returned yet, where something is wrong
         self.extra_key = ""  # the prefix namespace that the first reply names; later turns stay in it
         self._engines = engines
         self._name = name
@@ -183,41 +169,51 @@ class Engines:
         finally:
             self._attach(context, None)
 
+    @property
+    def ready(self) -> bool:
+        """Whether some engine is ready."""
+        return any(engine.ready for engine in self.engines)
+
     async def wait_ready(self) -> None:
         """Returns as soon as some engine is ready."""
-        if not any(engine.ready for engine in self.engines):
+        if not self.ready:
             async with self._readiness:
-                await self._readiness.wait_for(lambda: any(engine.ready for engine in self.engines))
+                await self._readiness.wait_for(lambda: self.ready)
 
     async def _sample(self, context: Context, max_new_tokens: int) -> Sample:
         parts: list[Sample] = []
         sampled, failures = 0, 0
         avoided: Engine | None = None
         while True:
-            await self.wait_ready()
+            if not self.ready:
+                context.trouble = "no engine is ready"
+                await self.wait_ready()
             engine = self._choose(context, avoided)
             try:
                 part, extra_key = await self._call(engine, context, max_new_tokens - sampled)
             except _Unavailable:
+                context.trouble = f"{engine.url} takes no requests"
                 await self._set_ready(engine, False)
                 engine.suspected.set()
                 continue
             except _Failed as error:
                 failures += 1
+                context.trouble = f"{failures} calls failed, the last at {engine.url}: {error}"
                 if failures >= self._attempts:
-                    raise EngineError(f"{failures} calls failed, the last at {engine.url}: {error}") from error
+                    raise EngineError(context.trouble) from error
                 avoided = engine
                 await asyncio.sleep(_backoff_s(failures))
                 continue
+            context.trouble = ""
             context.extra_key = context.extra_key or extra_key
             context.append(part.token_ids)
             parts.append(part)
             sampled += len(part.token_ids)
             metrics.sampled_tokens.inc(len(part.token_ids))
             if part.finish_reason != pb.FINISH_REASON_ABORT:
-                return _joined(parts, part.finish_reason)
+                return joined(parts, part.finish_reason)
             if sampled == max_new_tokens:
-                return _joined(parts, pb.FINISH_REASON_LENGTH)
+                return joined(parts, pb.FINISH_REASON_LENGTH)
             failures += 1
             if failures >= self._attempts:
                 raise EngineError(f"{failures} calls failed, the last was aborted by {engine.url}")
@@ -280,7 +276,7 @@ class Engines:
         except (aiohttp.ClientError, OSError) as error:
             engine.suspected.set()
             raise _Failed(f"{type(error).__name__}: {error}") from error
-        except _BadReply as error:
+        except BadReply as error:
             outcome = "garbage"
             raise _Failed(f"inconsistent reply: {error}") from error
         except asyncio.CancelledError:
@@ -342,73 +338,12 @@ class Engines:
             self._readiness.notify_all()
 
 
-def read_reply(
-    data: bytes, *, max_new_tokens: int, min_policy_version: int, vocabulary_size: int
-) -> tuple[Sample, str]:
-    """(sample, prefix namespace) of a 200 body of /generate. Raises a ValueError that says what contradicts what."""
-    try:
-        reply = json.loads(data)
-        ids = reply["output_ids"]
-        meta = reply["meta_info"]
-        entries = meta["output_token_logprobs"]
-        spans = [(version, length) for version, length in meta["policy_versions"]]
-        reason = _FINISH_REASONS[meta["finish_reason"]["type"]]
-        logprobs = [entry[0] for entry in entries]
-        logprob_ids = [entry[1] for entry in entries]
-        count = meta["completion_tokens"]
-        extra_key = meta["extra_key"]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise _BadReply(f"{type(error).__name__}: {str(error)[:200]}") from error
-    if ids != logprob_ids:
-        raise _BadReply(f"output_ids ({len(ids)}) and output_token_logprobs ({len(logprob_ids)}) name different tokens")
-    if len(ids) != count:
-        raise _BadReply(f"completion_tokens is {count} for {len(ids)} tokens")
-    if len(ids) > max_new_tokens or (not ids and reason != pb.FINISH_REASON_ABORT):
-        raise _BadReply(f"{len(ids)} tokens where 1 to {max_new_tokens} were asked for")
-    if not all(type(number) is int for span in spans for number in span) or any(length < 1 for _, length in spans):
-        raise _BadReply(f"policy_versions is {spans}")
-    if sum(length for _, length in spans) != len(ids):
-        raise _BadReply(f"policy_versions covers {sum(length for _, length in spans)} of {len(ids)} tokens")
-    if any(version < min_policy_version for version, _ in spans):
-        raise _BadReply(f"policy_versions {spans} are older than {min_policy_version}")
-    if not isinstance(extra_key, str):
-        raise _BadReply(f"extra_key is {extra_key!r}")
-    if ids:
-        if not all(type(token) is int for token in ids) or min(ids) < 0 or max(ids) >= vocabulary_size:
-            raise _BadReply(f"output_ids holds what is no token of 0..{vocabulary_size - 1}")
-        if not all(type(value) in (float, int) and math.isfinite(value) for value in logprobs) or max(logprobs) > 1e-3:
-            raise _BadReply("output_token_logprobs holds what is no log-probability")
-    return Sample(ids, logprobs, spans, reason), extra_key
-
-
-class _BadReply(ValueError):
-    """A reply that contradicts itself or the request."""
-
-
 class _Unavailable(Exception):
     """The engine takes no requests now."""
 
 
 class _Failed(Exception):
     """The call failed in a way that another may not."""
-
-
-def _joined(parts: list[Sample], finish_reason: pb.FinishReason) -> Sample:
-    """The action that several calls sampled piece by piece."""
-    if len(parts) == 1 and parts[0].finish_reason == finish_reason:
-        return parts[0]
-    spans: list[tuple[int, int]] = []
-    for version, length in itertools.chain.from_iterable(part.version_spans for part in parts):
-        if spans and spans[-1][0] == version:
-            spans[-1] = (version, spans[-1][1] + length)
-        else:
-            spans.append((version, length))
-    return Sample(
-        [token for part in parts for token in part.token_ids],
-        [logprob for part in parts for logprob in part.logprobs],
-        spans,
-        finish_reason,
-    )
 
 
 def _message(data: bytes) -> str:

@@ -1,0 +1,155 @@
+"""Starts one rollout gateway: wiring only. SIGTERM drains it.
+
+It waits for Redis as long as redis.timeout_s; engines, environments and the trainer may come later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from headrace import config, model_folder, rpc, telemetry
+from headrace.errors import StartupError
+from headrace.stream import Streams, connect
+from headrace.v1 import rollout_service_pb2_grpc
+from services.rollout import metrics
+from services.rollout.environment import Environment
+from services.rollout.episode import World
+from services.rollout.inference import Engines
+from services.rollout.renderer import Renderer
+from services.rollout.scheduler import Scheduler
+from services.rollout.server import SERVICE_NAME, RolloutServicer
+from services.rollout.slots import Slots
+
+log = logging.getLogger("services.rollout")
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    """Serves until a signal."""
+    settings = config.load(arguments.config)
+    telemetry.configure(arguments.name, level=settings.telemetry.log_level, log_format=settings.telemetry.log_format)
+    _check(settings, Path(arguments.config))
+    _raise_file_limit()
+    stop = rpc.stop_signal()
+    folder = model_folder.ensure(settings)
+    renderer = Renderer.open(folder)
+    vocabulary_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    async with contextlib.AsyncExitStack() as stack:
+        redis = _connect(settings.redis)
+        stack.push_async_callback(redis.aclose)
+        streams = Streams(redis, settings.run.id, claim_timeout_s=settings.rollout.claim_timeout_s)
+        telemetry.serve_metrics(arguments.metrics_listen)
+        engines = await stack.enter_async_context(
+            Engines(
+                settings.inference.addresses,
+                timeout_s=settings.rollout.engine_timeout_s,
+                attempts=settings.rollout.engine_attempts,
+                vocabulary_size=vocabulary_size,
+            )
+        )
+        environments = {name: Environment(name, entry) for name, entry in settings.environments.items()}
+        for environment in environments.values():
+            stack.push_async_callback(environment.close)
+        world = World(settings.rollout, renderer, engines, environments)
+        slots = Slots(settings.rollout.max_concurrent_episodes)
+        scheduler = Scheduler(
+            streams,
+            world,
+            slots,
+            gateway=arguments.name,
+            run_id=settings.run.id,
+            claim_timeout_s=settings.rollout.claim_timeout_s,
+        )
+        servicer = RolloutServicer(scheduler, world, slots, gateway=arguments.name)
+        server = await rpc.Server.start(
+            arguments.listen,
+            [rpc.Service(SERVICE_NAME, rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server, servicer)],
+        )
+        stack.push_async_callback(server.stop, 1.0)
+        await _open(streams, settings.redis)
+        log.info("gateway %s of run %s listens on port %d", arguments.name, settings.run.id, server.port)
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(metrics.watch_event_loop())
+            work = tasks.create_task(scheduler.run())
+            await server.set_serving(True)
+            await stop.wait()
+            log.info("draining")
+            await server.set_serving(False)
+            await scheduler.drain(settings.rollout.drain_timeout_s)
+            await work
+            watch.cancel()
+        log.info("stopped")
+
+
+def _check(settings: config.Config, path: Path) -> None:
+    """Raises ConfigError where the file lacks what only a running service needs."""
+    errors = []
+    if not settings.run.id:
+        errors.append("run.id: is empty; set it, the same for every service of the run")
+    if not settings.redis.url:
+        errors.append("redis.url: is empty; set redis://host:port/db")
+    if not settings.inference.addresses:
+        errors.append("inference.addresses: is empty; list host:port of each engine")
+    errors += [
+        f"environments.{name}.address: is empty; set host:port of its server"
+        for name, environment in settings.environments.items()
+        if not environment.address
+    ]
+    if errors:
+        raise config.ConfigError(str(path), errors)
+
+
+def _connect(settings: config.Redis) -> Any:
+    try:
+        return connect(settings.url, timeout_s=settings.timeout_s)
+    except ValueError as error:
+        raise StartupError(f"redis.url {settings.url!r} is no address ({error}); use redis://host:port/db") from error
+
+
+async def _open(streams: Streams, settings: config.Redis) -> None:
+    """Opens the streams, waiting for Redis within its timeout."""
+    deadline_s = time.monotonic() + settings.timeout_s
+    while True:
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                await streams.open()
+            return
+        except (RedisError, TimeoutError) as error:
+            if time.monotonic() > deadline_s:
+                line = " ".join(str(error).split()) or "no reply"
+                message = f"Redis at {settings.url} cannot be used ({line}); start it, or correct redis.url"
+                raise StartupError(message) from error
+            await asyncio.sleep(0.2)
+
+
+def _raise_file_limit() -> None:
+    """An episode takes a connection to its engine; the usual soft limit is 1024 files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.rollout",
+        description="A rollout gateway: claims tickets from Redis, runs their episodes against environments and"
+        " engines, and publishes the groups. Run as many as you like.",
+    )
+    parser.add_argument("--config", required=True, help="the run file, YAML, the same for every service")
+    parser.add_argument("--listen", default="0.0.0.0:7100", help="HOST:PORT of the RolloutService (gRPC)")
+    parser.add_argument("--metrics-listen", default="0.0.0.0:9100", help="HOST:PORT of Prometheus /metrics")
+    parser.add_argument("--name", required=True, help="name of this gateway, unique within the run")
+    arguments = parser.parse_args()
+    rpc.main(lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    main()

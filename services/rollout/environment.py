@@ -1,0 +1,168 @@
+"""Client of EnvironmentService: one stream is one episode, one request gets one checked time step.
+
+`Environment.session` opens the stream and always closes it. Each response has a deadline. What can go wrong has three
+names, and the episode decides what to do about each:
+
+    EnvironmentBusy       at capacity: the same task may be tried again, another replica may have room
+    EnvironmentFailure    it raised, died, hung or broke its contract: a fresh session may do better
+    EnvironmentRefusal    it does not know the task, or has no expert: no session will do better
+
+A server that is not up yet is waited for within the deadline of the reset. Calls go round the hosts that the address
+resolves to, so the next session may reach another replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from headrace import config, rpc
+from headrace.v1 import environment_service_pb2 as pb
+from headrace.v1 import environment_service_pb2_grpc
+from headrace.v1.trajectory_pb2 import PURPOSE_DEMONSTRATION, Message, Task
+from services.rollout import metrics
+
+_ROLES_OF_A_PROMPT = frozenset({"system", "user", "assistant", "tool"})
+_ROLES_OF_AN_ANSWER = frozenset({"user", "tool"})
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+class EnvironmentBusy(Exception):
+    """The server runs as many episodes as it may."""
+
+
+class EnvironmentRefusal(Exception):
+    """The server will never run this task."""
+
+
+class EnvironmentFailure(Exception):
+    """The environment failed this session. `reason` is one word for metrics."""
+
+    def __init__(self, reason: str, message: str):
+        self.reason = reason
+        super().__init__(message)
+
+
+class Environment:
+    """One environment of the run, whatever number of replicas serve it."""
+
+    def __init__(self, name: str, settings: config.Environment):
+        self.name = name
+        self.max_turns = settings.max_turns
+        self._settings = settings
+        self._channel = rpc.channel(settings.address)
+        self._stub: Any = environment_service_pb2_grpc.EnvironmentServiceStub(self._channel)
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """A stream to some replica; it ends with the body, and with it the replica's episode."""
+        call = self._stub.Interact(wait_for_ready=True)
+        try:
+            yield Session(call, self._settings)
+        except EnvironmentFailure as failure:
+            metrics.environment_failures.labels(self.name, failure.reason).inc()
+            raise
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._channel.close()
+
+
+class Session:
+    """One episode of the environment. Every method raises the module's three errors."""
+
+    def __init__(self, call: Any, settings: config.Environment):
+        self._call = call
+        self._settings = settings
+        self._demonstrates = False
+
+    async def reset(self, task: Task) -> pb.InteractResponse:
+        """Starts the task; the response holds the prompt."""
+        self._demonstrates = task.purpose == PURPOSE_DEMONSTRATION
+        step = await self._exchange(pb.InteractRequest(reset=task), self._settings.reset_timeout_s, "reset")
+        if step.terminated or step.truncated:
+            raise EnvironmentFailure("contract", "the reset ended the episode before its first action")
+        self._check(step, _ROLES_OF_A_PROMPT)
+        return step
+
+    async def step(self, action: pb.Action) -> pb.InteractResponse:
+        """Acts; the response holds what followed."""
+        step = await self._exchange(pb.InteractRequest(action=action), self._settings.step_timeout_s, "step")
+        self._check(step, _ROLES_OF_AN_ANSWER)
+        return step
+
+    async def _exchange(self, request: pb.InteractRequest, timeout_s: float, what: str) -> pb.InteractResponse:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call.write(request)
+                response = await self._call.read()
+            if response is not grpc.aio.EOF:
+                return response
+            code, details = await self._call.code(), await self._call.details()
+        except TimeoutError as error:
+            raise EnvironmentFailure("deadline", f"no response to the {what} within {timeout_s:g} s") from error
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code(), error.details()
+        except asyncio.InvalidStateError:  # the stream ended while the policy was thinking
+            code, details = await self._call.code(), await self._call.details()
+        except asyncio.CancelledError:
+            # The library raises this also when the server cancels the stream; only the former is a cancellation.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            code, details = grpc.StatusCode.CANCELLED, "the server cancelled the stream"
+        raise _error(code, " ".join((details or "").split())[:300], what)
+
+    def _check(self, step: pb.InteractResponse, roles: frozenset[str]) -> None:
+        """Raises EnvironmentFailure where the time step breaks the contract."""
+        problem = ""
+        if step.HasField("reward") and not math.isfinite(step.reward):
+            problem = f"reward is {step.reward}"
+        elif not all(math.isfinite(value) for value in step.metrics.values()):
+            problem = f"metrics hold {dict(step.metrics)}"
+        elif step.terminated and step.truncated:
+            problem = "terminated and truncated are both set"
+        elif not (step.terminated or step.truncated):
+            if not step.messages:
+                problem = "the episode is open but no message follows"
+            elif self._demonstrates and not _says_something(step):
+                problem = "the episode is open but no demonstration follows"
+        if not problem and not all(message.role in roles for message in step.messages):
+            problem = f"message roles are {[message.role for message in step.messages]}, not of {sorted(roles)}"
+        if problem:
+            raise EnvironmentFailure("contract", problem)
+
+
+def _says_something(step: pb.InteractResponse) -> bool:
+    demonstration: Message = step.demonstration
+    return step.HasField("demonstration") and bool(demonstration.content or demonstration.tool_calls)
+
+
+def _error(code: grpc.StatusCode, details: str, what: str) -> Exception:
+    text = f"{what}: {code.name}: {details}" if details else f"{what}: {code.name}"
+    if code == grpc.StatusCode.OK:
+        return EnvironmentFailure("closed", f"the stream ended instead of answering the {what}")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED and what == "reset":
+        return EnvironmentBusy(text)
+    if code in _REFUSALS:
+        return EnvironmentRefusal(text)
+    if code == grpc.StatusCode.INTERNAL:
+        return EnvironmentFailure("raised", text)
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return EnvironmentFailure("unavailable", text)
+    return EnvironmentFailure("other", text)

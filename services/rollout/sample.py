@@ -1,0 +1,90 @@
+"""One sampled action: what a /generate reply must say of it before anything is made of it. Pure.
+
+Arrays: A sampled tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+
+from headrace.v1 import trajectory_pb2 as pb
+
+_FINISH_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One sampled action of A tokens."""
+
+    token_ids: list[int]  # [A]
+    logprobs: list[float]  # [A], nats
+    version_spans: list[tuple[int, int]]  # (policy_version, length), the lengths sum to A
+    finish_reason: pb.FinishReason
+
+
+class BadReply(ValueError):
+    """A reply that contradicts itself or the request."""
+
+
+def read_reply(
+    data: bytes, *, max_new_tokens: int, min_policy_version: int, vocabulary_size: int
+) -> tuple[Sample, str]:
+    """(sample, prefix namespace) of a 200 body of /generate. Raises BadReply."""
+    try:
+        reply = json.loads(data)
+        ids = reply["output_ids"]
+        meta = reply["meta_info"]
+        entries = meta["output_token_logprobs"]
+        spans = [(version, length) for version, length in meta["policy_versions"]]
+        reason = _FINISH_REASONS[meta["finish_reason"]["type"]]
+        logprobs = [entry[0] for entry in entries]
+        logprob_ids = [entry[1] for entry in entries]
+        count = meta["completion_tokens"]
+        extra_key = meta["extra_key"]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise BadReply(f"{type(error).__name__}: {str(error)[:200]}") from error
+    if ids != logprob_ids:
+        raise BadReply(f"output_ids ({len(ids)}) and output_token_logprobs ({len(logprob_ids)}) name different tokens")
+    if len(ids) != count:
+        raise BadReply(f"completion_tokens is {count} for {len(ids)} tokens")
+    if len(ids) > max_new_tokens or (not ids and reason != pb.FINISH_REASON_ABORT):
+        raise BadReply(f"{len(ids)} tokens where 1 to {max_new_tokens} were asked for")
+    if not all(type(number) is int for span in spans for number in span) or any(length < 1 for _, length in spans):
+        raise BadReply(f"policy_versions is {spans}")
+    if sum(length for _, length in spans) != len(ids):
+        raise BadReply(f"policy_versions covers {sum(length for _, length in spans)} of {len(ids)} tokens")
+    if any(version < min_policy_version for version, _ in spans):
+        raise BadReply(f"policy_versions {spans} are older than {min_policy_version}")
+    if not isinstance(extra_key, str):
+        raise BadReply(f"extra_key is {extra_key!r}")
+    if ids:
+        if not all(type(token) is int for token in ids) or min(ids) < 0 or max(ids) >= vocabulary_size:
+            raise BadReply(f"output_ids holds what is no token of 0..{vocabulary_size - 1}")
+        if not all(type(value) in (float, int) and math.isfinite(value) for value in logprobs) or max(logprobs) > 1e-3:
+            raise BadReply("output_token_logprobs holds what is no log-probability")
+    return Sample(ids, logprobs, spans, reason), extra_key
+
+
+def joined(parts: list[Sample], finish_reason: pb.FinishReason) -> Sample:
+    """The action that several calls sampled piece by piece."""
+    if len(parts) == 1 and parts[0].finish_reason == finish_reason:
+        return parts[0]
+    spans: list[tuple[int, int]] = []
+    for version, length in itertools.chain.from_iterable(part.version_spans for part in parts):
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1] + length)
+        else:
+            spans.append((version, length))
+    return Sample(
+        [token for part in parts for token in part.token_ids],
+        [logprob for part in parts for logprob in part.logprobs],
+        spans,
+        finish_reason,
+    )
