@@ -1,0 +1,61 @@
+"""A gateway's world for tests: a real tokenizer, a scripted engine and a scripted environment, over real HTTP and gRPC.
+
+The model's vocabulary has 22 ids: special tokens 0 to 6, then guess a number higher lower found invalid, then 1 to 8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace import config, model_folder
+from headrace.v1.trajectory_pb2 import PURPOSE_TRAINING, Task
+from services.rollout.environment import Environment
+from services.rollout.episode import World
+from services.rollout.inference import Engines
+from services.rollout.renderer import Renderer
+from tests.processes import ROOT
+
+VOCABULARY_SIZE = 22
+END = 1  # the id that ends an action
+
+
+def settings(folder: Path, **overrides: Any) -> config.Config:
+    """The config of guess_number with values replaced by dotted key, `__` for the dots."""
+    tree = yaml.safe_load((ROOT / "configs" / "guess_number.yaml").read_text())
+    changes = {"run.id": "run", "run.directory": str(folder), "rollout.group_size": 2}
+    changes |= {key.replace("__", "."): value for key, value in overrides.items()}
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return config.parse(tree)
+
+
+def task(number: int = 0, **changes: Any) -> Task:
+    values = {"task_id": f"{number:08d}", "environment": "guess_number", "split": "train", "purpose": PURPOSE_TRAINING}
+    return Task(**{**values, "index": number, "seed": number, **changes})
+
+
+@contextlib.asynccontextmanager
+async def world(folder: Path, *, engines: Sequence[str], environment: str, **overrides: Any) -> AsyncIterator[World]:
+    """What episodes use, connected to these engines and this environment."""
+    run = settings(folder, environments__guess_number__address=environment, **overrides)
+    renderer = Renderer.open(model_folder.ensure(run))
+    client = Environment("guess_number", run.environments["guess_number"])
+    async with Engines(
+        engines,
+        timeout_s=run.rollout.engine_timeout_s,
+        attempts=run.rollout.engine_attempts,
+        vocabulary_size=VOCABULARY_SIZE,
+    ) as routed:
+        try:
+            yield World(run.rollout, renderer, routed, {"guess_number": client})
+        finally:
+            await client.close()
