@@ -1,0 +1,117 @@
+"""The environment server's process: `python -m services.envs`.
+
+Serves one environment: that of a run's config (`--config RUN.yaml --environment KEY`), or any class (`--class NAME`),
+for which it reads no file and needs nothing of the project but its gRPC records. SIGTERM refuses new episodes, lets
+running ones end, and closes what is left after --drain-timeout-s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace import rpc, telemetry
+from headrace.errors import StartupError
+from headrace.v1 import environment_service_pb2_grpc
+from services.envs import catalog
+from services.envs.server import SERVICE, EnvironmentServer
+
+log = logging.getLogger("services.envs")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What this process serves."""
+
+    name: str
+    implementation: str
+    options: dict[str, Any]
+    capacity: int
+    logging: dict[str, Any] = field(default_factory=dict)
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Serves until a stop signal. Raises StartupError."""
+    served = _from_config(arguments) if arguments.config else _from_arguments(arguments)
+    telemetry.configure("envs", **served.logging)
+    environments = {served.name: catalog.find(served.implementation, served.options)}
+    servicer = EnvironmentServer(environments, capacity=served.capacity)
+    stop = rpc.stop_signal()
+    add = environment_service_pb2_grpc.add_EnvironmentServiceServicer_to_server
+    server = await rpc.Server.start(arguments.listen, [(SERVICE, add, servicer)])
+    try:
+        if arguments.metrics_listen:
+            telemetry.serve_metrics(arguments.metrics_listen)
+        await server.set_serving(True)
+        log.info("serving %s (%s) on port %d", served.name, served.implementation, server.port)
+        await stop.wait()
+        log.info("draining for at most %g s", arguments.drain_timeout_s)
+    finally:
+        await server.stop(arguments.drain_timeout_s if stop.is_set() else 0)
+        await servicer.closed()
+
+
+def _from_config(arguments: argparse.Namespace) -> Served:
+    # Only here, so that a server of a class needs no config library.
+    from headrace import config as config_file
+
+    config = config_file.load(arguments.config)
+    key = arguments.environment
+    if key not in config.environments:
+        raise StartupError(
+            f"{arguments.config}: no environment {key!r}: --environment names {sorted(config.environments)}"
+        )
+    section = config.environments[key]
+    if not section.implementation:
+        raise StartupError(f"{arguments.config}: environments.{key} has an address and no class: nothing to serve here")
+    return Served(
+        name=key,
+        implementation=section.implementation,
+        options=section.options,
+        capacity=arguments.capacity or section.max_concurrent_episodes,
+        logging={"level": config.telemetry.log_level, "log_format": config.telemetry.log_format},
+    )
+
+
+def _from_arguments(arguments: argparse.Namespace) -> Served:
+    try:
+        options = json.loads(arguments.options)
+    except ValueError as error:
+        raise StartupError(f"--options is not JSON ({error}): give an object such as '{{\"turns\": 4}}'") from error
+    if not isinstance(options, dict):
+        raise StartupError("--options must be a JSON object, the keyword arguments of the class")
+    name = arguments.environment or arguments.implementation.rpartition(":")[2]
+    return Served(name, arguments.implementation, options, arguments.capacity or 1024)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.envs",
+        description="Serves an environment to rollout gateways over gRPC; one stream is one episode.",
+        epilog=f"Environments that come with the project: {', '.join(sorted(catalog.CATALOG))}.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="RUN.yaml", help="a run's config; --environment names its environment")
+    source.add_argument("--class", dest="implementation", metavar="NAME", help="a name of ours, or module:Class")
+    parser.add_argument("--environment", metavar="KEY", help="the name that tasks carry; required with --config")
+    parser.add_argument("--options", metavar="JSON", default="{}", help="with --class: its keyword arguments")
+    parser.add_argument("--capacity", metavar="N", type=int, help="episodes at once (config's value, else 1024)")
+    parser.add_argument("--listen", metavar="HOST:PORT", default="0.0.0.0:50051", help="gRPC (%(default)s)")
+    parser.add_argument("--metrics-listen", metavar="HOST:PORT", help="Prometheus /metrics (none)")
+    parser.add_argument(
+        "--drain-timeout-s", metavar="S", type=float, default=20.0, help="for running episodes at the end (%(default)s)"
+    )
+    arguments = parser.parse_args()
+    if arguments.config and not arguments.environment:
+        parser.error("--config needs --environment KEY")
+    if arguments.capacity is not None and arguments.capacity < 1:
+        parser.error("--capacity must be at least 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    parsed = _parse()
+    rpc.main(lambda: serve(parsed))
