@@ -41,6 +41,7 @@ from tests.processes import ROOT
 BATCH, GROUP, CONCURRENCY = 4, 4, 64
 TURNS, LATENCY_S, SIGMA, GENERATION_S = 4, 0.5, 1.0, 0.05
 ACTION_TOKENS, VOCABULARY = 16, 512
+OBSERVED_WORDS = ("guess", "a", "number", "higher", "found")
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def run_config(folder: Path, staleness: int, steps: int, engine_port: int, train
                 "num_key_value_heads": 2,
                 "head_dim": 64,
                 "max_position_embeddings": 256,
-                "words": [f"t{number}" for number in range(VOCABULARY - 7)],
+                "words": [*OBSERVED_WORDS, *(f"t{number}" for number in range(VOCABULARY - 7 - len(OBSERVED_WORDS)))],
             }
         },
         "trainer": {
@@ -173,7 +174,7 @@ def run_config(folder: Path, staleness: int, steps: int, engine_port: int, train
         "inference": {"addresses": [f"127.0.0.1:{engine_port}"], "context_length": 256},
         "environments": {
             "latency": {
-                "class": "benchmarks.latency_environment:LatencyEnvironment",
+                "class": "benchmarks.latency_environment:Latency",
                 "options": {"turns": TURNS, "mean_s": LATENCY_S, "sigma": SIGMA},
                 "max_turns": TURNS,
             }
