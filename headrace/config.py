@@ -1,13 +1,18 @@
 """The run's configuration: one YAML file in, one frozen tree of values out, or every error in it at once.
 
 Every service reads the same file and takes its part. `load` raises ConfigError with one line for each error; a line
-names the key, says what is wrong and what to do. Nothing here touches the network; it reads the file and nothing else.
+names the key, says what is wrong and what to do. Nothing here touches the network.
+
+A text value may hold ${NAME}: `load` puts the environment variable's value there, so that a password need not stand in
+the file.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -324,12 +329,15 @@ class Config(_Section):
         return self.model.path or self.run.path / "model"
 
 
-def load(path: Path | str, *, overrides: dict[str, Any] | None = None) -> Config:
+def load(
+    path: Path | str, *, overrides: dict[str, Any] | None = None, variables: Mapping[str, str] = os.environ
+) -> Config:
     """Reads a run file.
 
     Args:
         path: the YAML file.
         overrides: values that replace the file's, by dotted key ("trainer.steps").
+        variables: what ${NAME} in a text value stands for.
 
     Raises:
         ConfigError: one line for each thing wrong with it.
@@ -347,6 +355,10 @@ def load(path: Path | str, *, overrides: dict[str, Any] | None = None) -> Config
         raise ConfigError(str(path), ["must hold sections (run, model, trainer, …) at its top level"])
     for key, value in (overrides or {}).items():
         _set(tree, key, value)
+    unknown: list[str] = []
+    tree = _substitute(tree, "", variables, unknown)
+    if unknown:
+        raise ConfigError(str(path), unknown)
     return parse(tree, source=str(path))
 
 
@@ -370,6 +382,24 @@ def named_run(config: Config, stem: str) -> Config:
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "run"
     run_id = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     return config.model_copy(update={"run": config.run.model_copy(update={"id": run_id})})
+
+
+def _substitute(node: Any, key: str, variables: Mapping[str, str], unknown: list[str]) -> Any:
+    """The tree with the values of variables. A line for each that is not set joins `unknown`."""
+    if isinstance(node, dict):
+        return {k: _substitute(v, f"{key}.{k}" if key else str(k), variables, unknown) for k, v in node.items()}
+    if isinstance(node, list):
+        return [_substitute(item, f"{key}.{index}", variables, unknown) for index, item in enumerate(node)]
+    if not isinstance(node, str):
+        return node
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in variables:
+            unknown.append(f"{key}: the environment variable {name} is not set; set it")
+        return variables.get(name, "")
+
+    return re.sub(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", value, node)
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

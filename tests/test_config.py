@@ -101,3 +101,11 @@ def test_a_run_gets_a_name_once():
     named = config.named_run(loaded, "Guess Number")
     assert named.run.id.startswith("guess-number-")
     assert config.named_run(named, "other") == named
+
+
+def test_text_values_take_environment_variables():
+    path, overrides = ROOT / "configs/guess_number.yaml", {"redis.url": "rediss://:${PASSWORD}@h:1/${DB}"}
+    loaded = config.load(path, overrides=overrides, variables={"PASSWORD": "a$b", "DB": "0"})
+    assert loaded.redis.url == "rediss://:a$b@h:1/0"
+    with pytest.raises(config.ConfigError, match="redis.url: the environment variable DB is not set"):
+        config.load(path, overrides=overrides, variables={"PASSWORD": ""})
