@@ -75,6 +75,8 @@ class Server:
     async def start(cls, listen: str, services: Sequence[Service | tuple[str, Callable[..., None], Any]]) -> Server:
         """Listens on "host:port" (port 0: any) and answers NOT_SERVING to health checks until `set_serving`.
 
+        The health service named "liveness" is SERVING from the start until `stop`.
+
         Raises:
             AddressInUse: the port is taken.
         """
@@ -95,6 +97,8 @@ class Server:
             raise AddressInUse(f"--listen {listen} cannot be bound: is the port taken? choose another")
         self = cls(server, port, health, ["", *names])
         await self.set_serving(False)
+        # Whether the process answers at all, ready or not: a liveness probe must not end a service that waits.
+        await health.set("liveness", health_pb2.HealthCheckResponse.SERVING)
         await server.start()
         return self
 

@@ -107,5 +107,5 @@ def test_text_values_take_environment_variables():
     path, overrides = ROOT / "configs/guess_number.yaml", {"redis.url": "rediss://:${PASSWORD}@h:1/${DB}"}
     loaded = config.load(path, overrides=overrides, variables={"PASSWORD": "a$b", "DB": "0"})
     assert loaded.redis.url == "rediss://:a$b@h:1/0"
-    with pytest.raises(config.ConfigError, match="redis.url: the environment variable DB is not set"):
+    with pytest.raises(config.ConfigError, match=r"redis\.url: the environment variable DB is not set"):
         config.load(path, overrides=overrides, variables={"PASSWORD": ""})

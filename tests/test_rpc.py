@@ -42,6 +42,15 @@ async def test_health_follows_set_serving():
     await server.stop(0)
 
 
+async def test_a_service_that_is_not_ready_is_alive():
+    server = await start(Slow())
+    async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
+        request = health_pb2.HealthCheckRequest(service="liveness")
+        reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(0)
+
+
 async def test_reflection_lists_the_service():
     server = await start(Slow())
     async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
