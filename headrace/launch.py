@@ -25,8 +25,6 @@ from headrace.progress import Display
 FAILED = 1
 INTERRUPTED = 130
 
-_REDIS_START_S = 15.0
-
 
 async def launch(path: Path, overrides: Mapping[str, Any], *, display: Display, stop: asyncio.Event) -> int:
     """Runs the config to its end.
@@ -94,7 +92,7 @@ async def _supervise(run: LocalRun, fleet: Mapping[str, Process], *, display: Di
 
 async def _wait_for_redis(run: LocalRun) -> None:
     try:
-        await redis_server.wait_until_ready(run.config.redis.url, timeout_s=_REDIS_START_S if run.redis else 3.0)
+        await redis_server.wait_until_ready(run.config.redis.url, timeout_s=run.config.redis.timeout_s)
     except StartupError as error:
         if run.redis is None:
             raise

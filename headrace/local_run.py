@@ -112,7 +112,8 @@ def plan(config: Config) -> LocalRun:
     gateways = []
     for number in range(config.rollout.replicas):
         name = f"gateway-{number}"
-        gateways.append(service("rollout", name, "--name", name, listen=address(), grace_s=15))
+        grace_s = config.rollout.drain_timeout_s + 5
+        gateways.append(service("rollout", name, "--name", name, listen=address(), grace_s=grace_s))
 
     resolved = config.model_copy(
         update={

@@ -75,7 +75,8 @@ def test_a_broken_model_folder_is_named(tmp_path):
 
 def test_an_absent_redis_is_named(tmp_path):
     url = f"redis://127.0.0.1:{processes.free_port()}/0"
-    assert_one_line(tmp_path, headrace(tmp_path, "--set", f"redis.url={url}"), f"redis.url {url}: no Redis answers")
+    launched = headrace(tmp_path, "--set", f"redis.url={url}", "--set", "redis.timeout_s=1")
+    assert_one_line(tmp_path, launched, f"redis.url {url}: no Redis answers")
 
 
 def test_a_port_in_use_is_named(tmp_path):

@@ -16,7 +16,7 @@ def environment() -> Environment:
     assert block is not None
     assert len(block[1].splitlines()) <= 25
     names: dict[str, type] = {}
-    exec(block[1], names)  # noqa: S102
+    exec(block[1], names)
     return names["Reverse"]()
 
 
