@@ -87,7 +87,8 @@ class Context:
         Raises:
             EngineError: the request is wrong, or the attempts are used up.
         """
-        return await self._engines._sample(self, max_new_tokens)
+        with metrics.open_engine_calls.track_inprogress():
+            return await self._engines._sample(self, max_new_tokens)
 
     def request(self, max_new_tokens: int) -> tuple[str, bytes]:
         """(request id, body) of a call that samples from here."""

@@ -36,6 +36,9 @@ malformed_tool_calls = Counter("headrace_rollout_malformed_tool_calls", "tool ca
 sampled_tokens = Counter("headrace_rollout_sampled_tokens", "tokens that engines sampled")
 
 engine_calls = Counter("headrace_rollout_engine_calls", "calls to engines by outcome", ["outcome"])
+open_engine_calls = Gauge(
+    "headrace_rollout_open_engine_calls", "actions that wait for an engine or for its answer: what engines scale by"
+)
 ready_engines = Gauge("headrace_rollout_ready_engines", "engines that answered their last readiness check")
 
 event_loop_lag_seconds = Histogram(
