@@ -236,6 +236,7 @@ class Inference(_Section):
     prefix_cache: bool = True
     tensor_parallel: Count = 1
     page_size: Count = 1
+    drain_timeout_s: Seconds = Field(8.0, description="time that running requests get to end after SIGTERM")
     seed: int = Field(0, ge=0)
     compilation_cache: Path | None = Field(None, description="folder of compiled programs, kept between starts")
 

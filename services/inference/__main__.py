@@ -1,0 +1,149 @@
+"""Starts one engine: wiring only. SIGTERM drains it.
+
+It listens at once, is ready when it holds weights, and waits for the trainer as long as need be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from headrace import config, model_folder, rpc, telemetry
+from headrace.errors import AddressInUse, StartupError
+from services.inference.metrics import Metrics
+from services.inference.weights import Puller, Version
+
+log = logging.getLogger("services.inference")
+
+_KEEP_ALIVE_S = 300  # longer than gateways keep an idle connection, so that they, not we, close it
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    """Serves until a signal."""
+    settings = config.load(arguments.config)
+    telemetry.configure(arguments.name, level=settings.telemetry.log_level, log_format=settings.telemetry.log_format)
+    _check(settings, Path(arguments.config))
+    model_folder.ensure(settings)
+    _prepare_jax(settings.inference)
+    # Imported only now: JAX reads its settings when it is loaded, and `--help` should not wait for it.
+    from services.inference.server import Server
+    from services.inference.sglang_jax import Engine
+
+    stop = rpc.stop_signal()
+    loop = asyncio.get_running_loop()
+    death: asyncio.Future[None] = loop.create_future()
+
+    def died(reason: str) -> None:
+        loop.call_soon_threadsafe(_fail, death, reason)
+
+    metrics = Metrics()
+    server = Server(metrics)
+    async with contextlib.AsyncExitStack() as stack:
+        port = await stack.enter_async_context(_listening(arguments.listen, server))
+        log.info("engine %s of run %s listens on port %d", arguments.name, settings.run.id, port)
+        engine, stock = await Engine.start(settings, died=died, without_fixes=arguments.without_fix)
+        server.stock = await stack.enter_async_context(stock())
+        server.engine = metrics.source = engine
+        log.info("the engine is built and waits for weights from %s", settings.trainer.address)
+
+        async def install(version: Version) -> None:
+            seconds = await engine.install(version)
+            metrics.installed(*seconds)
+            log.info("version %d is in use: staged in %.3f s, swapped in %.4f s", version.policy_version, *seconds)
+
+        channel = await stack.enter_async_context(rpc.channel(settings.trainer.address))
+        puller = Puller(channel, engine=arguments.name, run_id=settings.run.id, install=install, observer=metrics)
+        async with asyncio.TaskGroup() as tasks:
+            pulling = tasks.create_task(puller.run())
+            stopping = asyncio.ensure_future(stop.wait())
+            await asyncio.wait([stopping, death, pulling], return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                death.result()
+            log.info("draining")
+            await server.drain(settings.inference.drain_timeout_s)
+            pulling.cancel()
+    log.info("stopped")
+
+
+def _fail(future: asyncio.Future[None], reason: str) -> None:
+    if not future.done():
+        future.set_exception(RuntimeError(reason))
+
+
+def _check(settings: config.Config, path: Path) -> None:
+    """Raises ConfigError where the file lacks what only a running service needs."""
+    errors = []
+    if not settings.run.id:
+        errors.append("run.id: is empty; set it, the same for every service of the run")
+    if not settings.trainer.address:
+        errors.append("trainer.address: is empty; set host:port of the trainer")
+    if errors:
+        raise config.ConfigError(str(path), errors)
+
+
+def _prepare_jax(inference: config.Inference) -> None:
+    """Settings that JAX and the engine take from the environment alone, made from ours."""
+    os.environ["JAX_PLATFORMS"] = inference.device
+    os.environ["TQDM_DISABLE"] = "1"
+    if inference.compilation_cache is not None:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(inference.compilation_cache.absolute())
+
+
+@contextlib.asynccontextmanager
+async def _listening(listen: str, application: object) -> AsyncIterator[int]:
+    """An HTTP server on "host:port" (port 0: any) while the body runs; yields the port."""
+    host, _, port = listen.rpartition(":")
+    try:
+        listener = socket.create_server((host or "0.0.0.0", int(port)), backlog=4096)
+    except ValueError as error:
+        raise StartupError(f"--listen {listen} is no HOST:PORT") from error
+    except OSError as error:
+        raise AddressInUse(f"--listen {listen} cannot be bound: is the port taken? choose another") from error
+    http = _Http(
+        uvicorn.Config(
+            application,  # type: ignore[arg-type]
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(http.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            http.should_exit = True
+
+
+class _Http(uvicorn.Server):
+    """uvicorn, with signals left to us."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m services.inference", description=__doc__)
+    parser.add_argument("--config", required=True, metavar="RUN.yaml", help="the run file, the same for every service")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to serve HTTP, /metrics included")
+    parser.add_argument("--name", default="engine-0", help="unique among the run's engines")
+    parser.add_argument("--without-fix", action="append", default=[], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    rpc.main(lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    main()
