@@ -5,8 +5,9 @@ The model's vocabulary has 22 ids: special tokens 0 to 6, then guess a number hi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,10 @@ async def world(folder: Path, *, engines: Sequence[str], environment: str, **ove
             yield World(run.rollout, renderer, routed, {"guess_number": client})
         finally:
             await client.close()
+
+
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10) -> None:
+    """Returns when the condition holds. Raises TimeoutError at the deadline."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is awaited belongs to another process or has no event
+            await asyncio.sleep(0.005)
