@@ -1,7 +1,8 @@
 """The run's configuration: one YAML file in, one frozen tree of values out, or every error in it at once.
 
 Every service reads the same file and takes its part. `load` raises ConfigError with one line for each error; a line
-names the key, says what is wrong and what to do. Nothing here touches the network.
+names the key, says what is wrong and what to do. Nothing here touches the network. It is one file because one reads it
+to write a run file: every key, in the file's order.
 
 A text value may hold ${NAME}: `load` puts the environment variable's value there, so that a password need not stand in
 the file.

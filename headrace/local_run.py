@@ -107,7 +107,8 @@ def plan(config: Config) -> LocalRun:
         engine_addresses = [address() for _ in range(config.inference.replicas)]
         for number, listen in enumerate(engine_addresses):
             name = f"engine-{number}"
-            engines.append(service("inference", name, "--name", name, listen=listen, grace_s=10))
+            grace_s = config.inference.drain_timeout_s + 5
+            engines.append(service("inference", name, "--name", name, listen=listen, grace_s=grace_s))
 
     gateways = []
     for number in range(config.rollout.replicas):
