@@ -139,7 +139,7 @@ def test_a_sound_folder_is_taken(tmp_path, existing):
         ),
         (lambda folder: edit(folder / "config.json", architectures=None), "architectures is None"),
         (lambda folder: edit(folder / "config.json", vocab_size=0), "vocab_size is 0"),
-        (lambda folder: edit(folder / "config.json", vocab_size=20), "ids up to 21, config.json vocab_size 20"),
+        (lambda folder: edit(folder / "config.json", vocab_size=20), "ids up to 23, config.json vocab_size 20"),
         (lambda folder: edit(folder / "tokenizer.json", model={}, added_tokens=[]), "holds no vocabulary"),
         (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff"), "tokenizer.json: is not JSON"),
         (lambda folder: edit(folder / "tokenizer_config.json", chat_template=None), "has no chat template"),
