@@ -140,17 +140,16 @@ class Session:
         elif not (step.terminated or step.truncated):
             if not step.messages:
                 problem = "the episode is open but no message follows"
-            elif self._demonstrates and not _says_something(step):
-                problem = "the episode is open but no demonstration follows"
+            elif self._demonstrates and not _demonstrates(step.demonstration):
+                problem = "the episode is open but no assistant message demonstrates what to do"
         if not problem and not all(message.role in roles for message in step.messages):
             problem = f"message roles are {[message.role for message in step.messages]}, not of {sorted(roles)}"
         if problem:
             raise EnvironmentFailure("contract", problem)
 
 
-def _says_something(step: pb.InteractResponse) -> bool:
-    demonstration: Message = step.demonstration
-    return step.HasField("demonstration") and bool(demonstration.content or demonstration.tool_calls)
+def _demonstrates(message: Message) -> bool:
+    return message.role == "assistant" and bool(message.content or message.tool_calls)
 
 
 def _error(code: grpc.StatusCode, details: str, what: str) -> Exception:

@@ -184,6 +184,9 @@ async def _attempt(
                 return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, record.trouble)
         except EnvironmentRefusal as error:
             return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, str(error))
+        except RenderError as error:
+            line = f"the chat template refuses the environment's messages: it {error}"
+            return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, line)
         except EngineError as error:
             return Outcome(pb.EPISODE_STATUS_ENGINE_ERROR, str(error))
 
@@ -232,9 +235,6 @@ async def _play(
 
 async def _render(messages: Sequence[pb.Message], render: Callable[..., np.ndarray], *arguments: object) -> np.ndarray:
     """The ids that `render` gives; long text is tokenized in a thread, which leaves the event loop to the others."""
-    try:
-        if sum(len(message.content) for message in messages) < _LONG_TEXT:
-            return render(*arguments)
-        return await asyncio.to_thread(render, *arguments)
-    except RenderError as error:
-        raise EnvironmentRefusal(f"the chat template refuses the environment's messages: it {error}") from error
+    if sum(len(message.content) for message in messages) < _LONG_TEXT:
+        return render(*arguments)
+    return await asyncio.to_thread(render, *arguments)

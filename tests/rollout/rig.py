@@ -1,12 +1,13 @@
 """A gateway's world for tests: a real tokenizer, a scripted engine and a scripted environment, over real HTTP and gRPC.
 
-The model's vocabulary has 22 ids: special tokens 0 to 6, then guess a number higher lower found invalid, then 1 to 8.
+The model's vocabulary has 22 ids: 7 special tokens, then the words below.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ from services.rollout.inference import Engines
 from services.rollout.renderer import Renderer
 from tests.processes import ROOT
 
-VOCABULARY_SIZE = 22
+WORDS = ["guess", "a", "number", "higher", "lower", "found", "invalid", "1", "2", "3", "4", "5", "6", "7", "8"]
+VOCABULARY_SIZE = 7 + len(WORDS)
 END = 1  # the id that ends an action
 
 
 def settings(folder: Path, **overrides: Any) -> config.Config:
     """The config of guess_number with values replaced by dotted key, `__` for the dots."""
     tree = yaml.safe_load((ROOT / "configs" / "guess_number.yaml").read_text())
-    changes = {"run.id": "run", "run.directory": str(folder), "rollout.group_size": 2}
+    changes = {"run.id": "run", "run.directory": str(folder), "rollout.group_size": 2, "model.create.words": WORDS}
     changes |= {key.replace("__", "."): value for key, value in overrides.items()}
     for key, value in changes.items():
         *sections, last = key.split(".")
@@ -48,13 +50,14 @@ def task(number: int = 0, **changes: Any) -> Task:
 async def world(folder: Path, *, engines: Sequence[str], environment: str, **overrides: Any) -> AsyncIterator[World]:
     """What episodes use, connected to these engines and this environment."""
     run = settings(folder, environments__guess_number__address=environment, **overrides)
-    renderer = Renderer.open(model_folder.ensure(run))
+    folder = model_folder.ensure(run)
+    renderer = Renderer.open(folder)
     client = Environment("guess_number", run.environments["guess_number"])
     async with Engines(
         engines,
         timeout_s=run.rollout.engine_timeout_s,
         attempts=run.rollout.engine_attempts,
-        vocabulary_size=VOCABULARY_SIZE,
+        vocabulary_size=json.loads((folder / "config.json").read_text())["vocab_size"],
     ) as routed:
         try:
             yield World(run.rollout, renderer, routed, {"guess_number": client})

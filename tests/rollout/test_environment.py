@@ -118,7 +118,7 @@ async def test_a_demonstration_must_demonstrate(play):
     expert = says("a", demonstration=Message(role="assistant", content="1"))
     end = says("b", 1.0, terminated=True)
     assert await play(steps(expert, end), purpose=PURPOSE_DEMONSTRATION) == end
-    with pytest.raises(EnvironmentFailure, match="no demonstration follows"):
+    with pytest.raises(EnvironmentFailure, match="no assistant message demonstrates"):
         await play(steps(says("a"), end), purpose=PURPOSE_DEMONSTRATION)
 
 
