@@ -45,7 +45,7 @@ def manifest(helm: str, values: Path) -> str:
     command = [helm, "template", "headrace", str(CHART), "--namespace", "headrace", "--values", str(values)]
     text = subprocess.run([*command, "--no-hooks"], check=True, capture_output=True, text=True, timeout=60).stdout
     head = f"# Rendered from k8s/values/{values.name} by `make chart`; change that file or the chart instead.\n"
-    return head + "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    return head + "".join(f"{line.rstrip()}\n" for line in text.splitlines() if line.strip())
 
 
 def _without_titles(node: Any) -> Any:

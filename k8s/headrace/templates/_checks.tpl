@@ -33,6 +33,8 @@
 {{- include "headrace.checkTpu" (dict "of" "inference" "tpu" .Values.inference.tpu) }}
 {{- include "headrace.checkDevices" . }}
 {{- include "headrace.checkStorage" . }}
+{{- include "headrace.checkDrain" (dict "of" "gateway" "grace" .Values.gateway.terminationGracePeriodSeconds "key" "rollout" "drain" (default 10 (default dict $config.rollout).drain_timeout_s)) }}
+{{- include "headrace.checkDrain" (dict "of" "inference" "grace" .Values.inference.terminationGracePeriodSeconds "key" "inference" "drain" (default 8 $inference.drain_timeout_s)) }}
 {{- range $component := list "inference" "gateway" "environment" }}
 {{- $scaling := (get $.Values $component).autoscaling }}
 {{- if gt ($scaling.minReplicas | int) ($scaling.maxReplicas | int) }}
@@ -139,5 +141,12 @@
 {{- if not (or $storage.models.gcs.bucket $storage.models.existingClaim) }}
 {{- fail "config.model.path is set: say in storage.models where the folder lies" }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A pod is killed when its grace period is over: the pause before SIGTERM and the drain must fit in, with a reserve. */}}
+{{- define "headrace.checkDrain" -}}
+{{- if lt (float64 .grace) (addf (float64 .drain) (include "headrace.preStopSeconds" .grace | float64) 2) }}
+{{- fail (printf "%s.terminationGracePeriodSeconds %v is too short: it holds a pause of %s s, config.%s.drain_timeout_s %v and 2 s" .of .grace (include "headrace.preStopSeconds" .grace) .key .drain) }}
 {{- end }}
 {{- end }}

@@ -145,5 +145,9 @@ readinessProbe:
 {{- define "headrace.lifecycle" -}}
 preStop:
   sleep:
-    seconds: {{ min 5 (div (int .values.terminationGracePeriodSeconds) 3) }}
+    seconds: {{ include "headrace.preStopSeconds" .values.terminationGracePeriodSeconds }}
+{{- end }}
+
+{{- define "headrace.preStopSeconds" -}}
+{{- min 5 (div (int .) 4) }}
 {{- end }}
