@@ -11,7 +11,6 @@ Shapes: G trajectories of a group that may enter the loss, T tokens of one.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
 from services.trainer.lineage import Lineage
 from services.trainer.packing import Sample
+from services.trainer.patience import Patience
 from services.trainer.status import Status
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.task_order import sequence_number
@@ -42,7 +42,6 @@ TOO_FEW_TRAINABLE = "too_few_trainable"
 LEFT_OVER = "left_over"
 
 _BLOCK_S = 2.0
-_LONGEST_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -190,10 +189,10 @@ class Batcher:
 
     def __init__(self, inbox: Inbox, feeder: Feeder, lineage: Lineage, status: Status, rules: Rules):
         self._inbox, self._feeder, self._lineage, self._status, self._rules = inbox, feeder, lineage, status, rules
-        self._fruitless = 0
+        self._patience = Patience()
 
     async def groups(self, count: int, watch: Stopwatch) -> AsyncIterator[list[LearnableGroup]]:
-        """Yields exactly `count` groups, as they arrive, oldest first."""
+        """Yields exactly `count` groups, as they arrive, oldest first; an empty list when none came for a while."""
         while count:
             with watch.measure("waiting"):
                 entries = await self._inbox.read(count, _BLOCK_S)
@@ -202,59 +201,38 @@ class Batcher:
             with watch.measure("packing"):
                 arrived = await self._admit(entries)
             count -= len(arrived)
-            if arrived:
-                yield arrived
+            yield arrived
 
     async def _admit(self, entries: Sequence[GroupEntry]) -> list[LearnableGroup]:
-        admitted = []
+        admitted, failed = [], 0
         for entry in entries:
             try:
                 admitted.append(learnable(entry, self._rules, self._lineage, cursor=self._feeder.cursor))
             except RecordError as error:
                 await self._set_aside(entry, error)
+                failed += 1
             except Unfit as error:
                 await self._return(entry, error)
+                failed += error.reason == TOO_FEW_TRAINABLE
+        if admitted:
+            self._patience.succeeded()
         if len(admitted) < len(entries):
-            await self._slow_down_if_fruitless(bool(admitted))
+            await self._patience.failed(failed)
             await self._feeder.top_up()
-        elif entries:
-            self._fruitless = 0
         return admitted
 
     async def _set_aside(self, entry: GroupEntry, error: RecordError) -> None:
         log.warning("group %s is malformed and goes to the dead-letter stream: %s", entry.entry_id, error)
         await self._inbox.dead_letter(entry, str(error))
-        self._count(_environment(entry, self._rules), MALFORMED)
-        self._fruitless += 1
+        self._status.returned_groups[environment_of(entry, self._rules), MALFORMED] += 1
 
     async def _return(self, entry: GroupEntry, error: Unfit) -> None:
         log.info("group %s is returned (%s): %s", entry.entry_id, error.reason, error)
         await self._inbox.acknowledge([entry.entry_id])
-        self._count(_environment(entry, self._rules), error.reason)
-        self._fruitless += error.reason == TOO_FEW_TRAINABLE
-
-    def _count(self, environment: str, reason: str) -> None:
-        self._status.returned_groups[environment, reason] += 1
-
-    async def _slow_down_if_fruitless(self, fruit: bool) -> None:
-        """Keeps a run whose every episode fails from using up its tasks at full speed."""
-        if fruit:
-            self._fruitless = 0
-        rounds = self._fruitless // _FRUITLESS_GROUPS
-        if rounds:
-            pause_s = min(0.1 * 2**rounds, _LONGEST_PAUSE_S)
-            log.warning(
-                "the last %d groups all failed: is an environment or an engine down? pausing %.1f s",
-                self._fruitless,
-                pause_s,
-            )
-            await asyncio.sleep(pause_s)
+        self._status.returned_groups[environment_of(entry, self._rules), error.reason] += 1
 
 
-_FRUITLESS_GROUPS = 64
-
-
-def _environment(entry: GroupEntry, rules: Rules) -> str:
+def environment_of(entry: GroupEntry, rules: Rules) -> str:
     """The environment that a count names: never what a malformed record claims."""
     try:
         name = pb.TrajectoryGroup.FromString(entry.payload).task.environment

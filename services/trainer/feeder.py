@@ -28,11 +28,18 @@ class Feeder:
     """Owns the cursor: the number of the next ticket."""
 
     def __init__(
-        self, streams: Streams, order: TaskOrder, ledger: Ledger, lineage: Lineage, status: Status, *, limit: int
+        self,
+        streams: Streams,
+        order: TaskOrder,
+        ledger: Ledger,
+        lineage: Lineage,
+        status: Status,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
     ):
-        """`limit` is how many tickets may be outstanding."""
         self._streams, self._order, self._ledger, self._lineage = streams, order, ledger, lineage
-        self._status, self._limit = status, limit
+        self._status, self._groups_per_step, self._max_staleness = status, groups_per_step, max_staleness
         self.cursor = 0
 
     async def open(self, at_least: int) -> None:
@@ -47,12 +54,18 @@ class Feeder:
         await self.issue(tasks, purpose=PURPOSE_TRAINING)
         return len(tasks)
 
+    @property
+    def _limit(self) -> int:
+        """Tickets that may be outstanding; the last steps need no more than they consume."""
+        steps_left = self._status.total_steps - self._status.step
+        return min(self._max_staleness + 1, steps_left) * self._groups_per_step
+
     async def outstanding(self) -> int:
         """Tickets without a terminal event and groups that no finished step has learned from."""
         # In this order: a ticket that ends between the two calls is counted twice, never missed.
         tickets = await insist(self._streams.ticket_count)
         groups = await insist(self._streams.group_count)
-        self._status.outstanding_tickets = tickets + groups - len(self._ledger.learned_ids)
+        self._status.outstanding_tickets = tickets + groups - len(self._ledger.waiting_ids)
         return self._status.outstanding_tickets
 
     async def issue(self, tasks: Sequence[Task], *, purpose: int) -> None:

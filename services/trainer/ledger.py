@@ -1,13 +1,12 @@
-"""Which groups the policy has learned from, and which of them a restart would still have to learn from again.
+"""Which groups the policy has learned from, and which of them Redis must keep until a checkpoint knows that.
 
-A group is open from its first microbatch until its step ends; then it is learned, and waits in Redis until a checkpoint
-that knows it is durable. consumed.jsonl tells the same for the whole run, a line a step, for people and for tests.
+consumed.jsonl tells the same for the whole run, a line a step, for people and for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 from services.trainer.journal import Journal
 
@@ -19,54 +18,36 @@ class Consumed:
     entry_id: str
     task_id: str
     size_bytes: int
+    # Versions that sampled its tokens.
     oldest_version: int
     newest_version: int
+    # Updates between the weights of its oldest token and those that it changed.
+    age_max: int
 
 
 class Ledger:
-    """The consumed groups of the process's current lineage."""
+    """The consumed groups of the run, as far as the surviving state goes."""
 
     def __init__(self, journal: Journal):
         self._journal = journal
-        self._open: list[Consumed] = []
-        self._learned: list[Consumed] = []
+        self._waiting: dict[str, int] = {}
 
     @property
-    def learned_ids(self) -> list[str]:
+    def waiting_ids(self) -> list[str]:
         """Entries of finished steps that are still in Redis."""
-        return [group.entry_id for group in self._learned]
+        return list(self._waiting)
 
     @property
-    def learned_bytes(self) -> int:
+    def waiting_bytes(self) -> int:
         """What they occupy there."""
-        return sum(group.size_bytes for group in self._learned)
+        return sum(self._waiting.values())
 
-    def consume(self, groups: Iterable[Consumed]) -> None:
-        """Notes groups of the step in progress."""
-        self._open += groups
-
-    def close_step(self, step: int, *, policy_version: int, age_max: int) -> None:
-        """Ends the step that these groups were for; `policy_version` is the version that they changed."""
-        self._journal.append(
-            {
-                "step": step,
-                "policy_version": policy_version,
-                "age_max": age_max,
-                "groups": [
-                    {
-                        "entry_id": group.entry_id,
-                        "task_id": group.task_id,
-                        "oldest_version": group.oldest_version,
-                        "newest_version": group.newest_version,
-                    }
-                    for group in self._open
-                ],
-            }
-        )
-        self._learned += self._open
-        self._open = []
+    def learn(self, step: int, groups: Sequence[Consumed], *, policy_version: int) -> None:
+        """Notes a finished step; `policy_version` is the version that it began from."""
+        self._journal.append({"step": step, "policy_version": policy_version, "groups": [asdict(g) for g in groups]})
+        self._waiting |= {group.entry_id: group.size_bytes for group in groups}
 
     def forget(self, entry_ids: Iterable[str]) -> None:
         """Notes that entries have left Redis."""
-        gone = set(entry_ids)
-        self._learned = [group for group in self._learned if group.entry_id not in gone]
+        for entry_id in entry_ids:
+            self._waiting.pop(entry_id, None)

@@ -7,12 +7,15 @@ forward:
 
     before the kill   c ── c+1 ── … ── n-1          age of c+1 right after the restart: 1
     after it          n ── n+1 ── …                 age of c: 0, of n: 0; each update adds 1 to all
+
+A run's first version is 1. A trainer that finds it taken and has no checkpoint begins again from its weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+_FIRST = 1
 _KEPT = 1024
 
 
@@ -35,6 +38,8 @@ class Lineage:
 
     def publish(self, version: int, *, updated: bool = True) -> None:
         """Notes a new version, of weights that an update has changed or of the same ones as the newest version's."""
+        if not self._positions and version > _FIRST:
+            self._positions, updated = {_FIRST: 0}, False
         newest = self.newest
         assert version > newest, f"version {version} does not follow {newest}"
         here = self._positions.get(newest, 0)

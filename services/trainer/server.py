@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -27,11 +28,14 @@ class Engines:
         self._held: dict[str, int] = {}
         self._watching: dict[str, int] = {}
         self._left: dict[str, float] = {}
+        self._news = asyncio.Event()
 
     def enter(self, engine: str, held: int) -> None:
         """An engine begins to watch."""
         self._held[engine] = held
         self._watching[engine] = self._watching.get(engine, 0) + 1
+        self._news.set()
+        self._news = asyncio.Event()
 
     def leave(self, engine: str) -> None:
         """One of its watches ended."""
@@ -46,6 +50,11 @@ class Engines:
             if now - self._left[engine] > _ABSENCE_S:
                 del self._held[engine], self._watching[engine], self._left[engine]
         return dict(self._held)
+
+    async def all_hold(self, version: int) -> None:
+        """Returns when every engine holds this version or a newer one."""
+        while any(held < version for held in self.versions.values()):
+            await self._news.wait()
 
 
 class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):

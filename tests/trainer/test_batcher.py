@@ -164,7 +164,8 @@ async def bench(streams, tmp_path):
     """A batcher and all that it needs, with four tickets out and a gateway that holds them."""
     status, lineage = Status(RUN_ID, 1), Lineage({1: 1})
     order = TaskOrder({"a": TaskSource(split="train", weight=1.0, task_count=None)}, seed=0)
-    feeder = Feeder(streams, order, Ledger(Journal(tmp_path / "consumed.jsonl")), lineage, status, limit=4)
+    ledger = Ledger(Journal(tmp_path / "consumed.jsonl"))
+    feeder = Feeder(streams, order, ledger, lineage, status, groups_per_step=4, max_staleness=0)
     await feeder.open(at_least=0)
     await feeder.top_up()
     gateway = Gateway(streams)

@@ -18,7 +18,9 @@ SOURCES = {"a": TaskSource(split="train", weight=1.0, task_count=None)}
 def feeder(streams, tmp_path, limit=4):
     ledger = Ledger(Journal(tmp_path / "consumed.jsonl"))
     lineage = Lineage({1: 1})
-    return Feeder(streams, TaskOrder(SOURCES, seed=0), ledger, lineage, Status(RUN_ID, 1), limit=limit), ledger
+    status = Status(RUN_ID, total_steps=5)
+    order = TaskOrder(SOURCES, seed=0)
+    return Feeder(streams, order, ledger, lineage, status, groups_per_step=limit, max_staleness=0), ledger
 
 
 async def test_tickets_go_out_up_to_the_limit_in_order(streams, tmp_path):
@@ -41,9 +43,8 @@ async def test_a_group_is_outstanding_until_its_step_is_done(streams, tmp_path):
     await gateway.publish(ticket, ordinary(ticket.task, version=1))
     (entry,) = await streams.read_groups(1, 0)
     assert await subject.top_up() == 0
-    ledger.consume([Consumed(entry.entry_id, ticket.task.task_id, 1, 1, 1)])
-    assert await subject.top_up() == 0
-    ledger.close_step(1, policy_version=1, age_max=0)
+    group = Consumed(entry.entry_id, ticket.task.task_id, 1, oldest_version=1, newest_version=1, age_max=0)
+    ledger.learn(1, [group], policy_version=1)
     assert await subject.top_up() == 1
     await streams.acknowledge_groups([entry.entry_id])
     ledger.forget([entry.entry_id])
@@ -77,3 +78,11 @@ async def test_two_trainers_of_one_run_are_told(streams, tmp_path):
     await first.top_up()
     with pytest.raises(StartupError, match="another trainer"):
         await second.top_up()
+
+
+async def test_the_last_steps_are_given_no_more_than_they_consume(streams, tmp_path):
+    status = Status(RUN_ID, total_steps=3, step=1)
+    ledger = Ledger(Journal(tmp_path / "consumed.jsonl"))
+    order = TaskOrder(SOURCES, seed=0)
+    subject = Feeder(streams, order, ledger, Lineage({1: 1}), status, groups_per_step=4, max_staleness=3)
+    assert await subject.top_up() == 8

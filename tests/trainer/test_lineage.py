@@ -37,3 +37,9 @@ def test_forgotten_versions_are_older_than_all_others():
         lineage.publish(version)
     assert lineage.age(5) > lineage.age(2500)
     assert len(lineage.positions) <= 1024
+
+
+def test_a_restart_without_a_checkpoint_begins_again_from_version_1():
+    lineage = Lineage()
+    lineage.publish(4)
+    assert {version: lineage.age(version) for version in (1, 2, 3, 4)} == {1: 0, 2: 1, 3: 2, 4: 0}

@@ -1,0 +1,124 @@
+"""Checkpoints on disk: arrays and notes, whole or not at all; the newest few are kept.
+
+Orbax writes to a temporary folder and renames it, so a kill while saving leaves the previous checkpoint the newest.
+Random numbers need no state: the order of tasks is a function of run.seed and the cursor, and the step draws none.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from headrace.errors import StartupError
+from services.trainer.model.decoder import Parameters
+from services.trainer.train import TrainState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a checkpoint tells besides its arrays."""
+
+    # Steps done.
+    step: int
+    # Number of the next ticket.
+    cursor: int
+    # Version → updates before it, see lineage.py.
+    positions: dict[int, int]
+    # Entries that the arrays have learned from since the previous checkpoint: not acknowledged before this one exists.
+    learned_ids: list[str]
+    trained_groups: int
+    # By (environment, reason).
+    returned_groups: dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint in memory."""
+
+    state: TrainState
+    reference: Parameters | None
+    notes: Notes
+
+
+class Checkpoints:
+    """One run's folder of checkpoints. Blocking: not for the event loop."""
+
+    def __init__(self, folder: Path, *, keep: int):
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False),
+        )
+
+    @property
+    def newest_step(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, reference: Parameters | None, notes: Notes) -> None:
+        """Returns once the checkpoint is durable. A step that has one keeps it."""
+        if self.newest_step == notes.step:
+            return
+        items: dict[str, Any] = {"state": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave(_to_json(notes))}
+        if reference is not None:
+            items["reference"] = ocp.args.StandardSave(reference)
+        self._manager.save(notes.step, args=ocp.args.Composite(**items))
+
+    def restore(self, state: TrainState, *, with_reference: bool) -> Restored | None:
+        """The newest checkpoint, laid out as `state`; None when there is none.
+
+        Raises:
+            StartupError: it is of another model, or cannot be read.
+        """
+        step = self.newest_step
+        if step is None:
+            return None
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        items: dict[str, Any] = {"state": ocp.args.StandardRestore(shapes), "notes": ocp.args.JsonRestore()}
+        if with_reference:
+            items["reference"] = ocp.args.StandardRestore(shapes.parameters)
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (ValueError, KeyError, OSError) as error:
+            raise StartupError(
+                f"checkpoint {step} in {self._manager.directory} cannot be restored ({_first_line(error)});"
+                " was the model or the loss changed? set another run.id or remove the folder"
+            ) from error
+        log.info("restored the checkpoint of step %d", step)
+        return Restored(restored["state"], restored.get("reference"), _from_json(restored["notes"]))
+
+    def close(self) -> None:
+        """Frees its threads."""
+        self._manager.close()
+
+
+def _to_json(notes: Notes) -> dict[str, Any]:
+    return {
+        "step": notes.step,
+        "cursor": notes.cursor,
+        "positions": [list(pair) for pair in notes.positions.items()],
+        "learned_ids": notes.learned_ids,
+        "trained_groups": notes.trained_groups,
+        "returned_groups": [[*key, count] for key, count in notes.returned_groups.items()],
+    }
+
+
+def _from_json(value: dict[str, Any]) -> Notes:
+    return Notes(
+        step=value["step"],
+        cursor=value["cursor"],
+        positions={version: position for version, position in value["positions"]},
+        learned_ids=value["learned_ids"],
+        trained_groups=value["trained_groups"],
+        returned_groups={(environment, reason): count for environment, reason, count in value["returned_groups"]},
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
