@@ -1,0 +1,315 @@
+"""The gateway as a process, between a real Redis, a real environment server and a scripted engine: it survives, it
+drains, it stays responsive, and it says in one line what a user got wrong."""
+
+import asyncio
+import collections
+import contextlib
+import json
+import statistics
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.exceptions import RedisError
+
+from headrace import config, rpc, stream
+from headrace import trajectory as records
+from headrace.v1 import rollout_service_pb2 as rollout_pb
+from headrace.v1 import rollout_service_pb2_grpc
+from headrace.v1 import trajectory_pb2 as pb
+from tests import processes
+from tests.rollout.rig import eventually, settings, task
+
+
+class Cluster:
+    """One run's processes, started as a test needs them."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, *, script: dict, **overrides):
+        self.folder, self._stack = folder, stack
+        (folder / "redis").mkdir()
+        self.redis_url, self.redis = stack.enter_context(processes.redis_server(folder / "redis"))
+        engine, environment = processes.free_port(), processes.free_port()
+        self.config = settings(
+            folder,
+            redis__url=self.redis_url,
+            inference__addresses=[f"127.0.0.1:{engine}"],
+            environments__guess_number__address=f"127.0.0.1:{environment}",
+            **overrides,
+        )
+        self.run_file = folder / "run.yaml"
+        self.run_file.write_text(config.dump(self.config))
+        arguments = [sys.executable, "-m", "tests.scripted_engine", "--listen", f"127.0.0.1:{engine}"]
+        self.engine = self._start("engine", [*arguments, "--options", json.dumps(script)], engine)
+        self.environment = self._start(
+            "environment",
+            processes.service(
+                "envs",
+                *("--config", str(self.run_file), "--environment", "guess_number"),
+                *("--listen", f"127.0.0.1:{environment}"),
+            ),
+            environment,
+        )
+        self.client = stream.connect(self.redis_url, timeout_s=5)
+        self.streams = stream.Streams(
+            self.client, self.config.run.id, claim_timeout_s=self.config.rollout.claim_timeout_s
+        )
+
+    def gateway(self, name="gateway-0"):
+        """A running gateway, and its address."""
+        port, metrics = processes.free_port(), processes.free_port()
+        process = self._start(
+            name,
+            processes.service(
+                "rollout",
+                *("--config", str(self.run_file), "--name", name),
+                *("--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics}"),
+            ),
+            port,
+        )
+        process.address, process.metrics = f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics}/metrics"
+        return process
+
+    def _start(self, name, arguments, port):
+        process = processes.Process(arguments, self.folder / f"{name}.log")
+        self._stack.callback(process.stop)
+        processes.wait_until(lambda: processes.listening(port), timeout_s=30, process=process)
+        return process
+
+    async def issue(self, count):
+        await self.streams.open()
+        await self.streams.issue([task(number) for number in range(count)], first_sequence=0)
+
+    async def groups(self, count, *, timeout_s=60):
+        """All groups once there are `count`; each can be true."""
+        entries = []
+        async with asyncio.timeout(timeout_s):
+            while len(entries) < count:
+                with contextlib.suppress(RedisError):  # it may be starting
+                    entries += await self.streams.read_groups(count - len(entries), 0.2)
+        groups = [pb.TrajectoryGroup.FromString(entry.payload) for entry in entries]
+        for group in groups:
+            records.check_group(group, run_id=self.config.run.id, vocabulary_size=22)
+        return groups
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield lambda script, **overrides: Cluster(tmp_path, stack, script=script, **overrides)
+
+
+RANDOM = {"tokens": "random"}
+
+
+def each_once(groups, count):
+    return collections.Counter(group.task.index for group in groups) == collections.Counter(range(count))
+
+
+async def test_a_killed_gateways_tickets_are_finished_by_another(cluster):
+    run = cluster({**RANDOM, "delay_s": 0.4}, rollout__claim_timeout_s=1, rollout__max_concurrent_episodes=16)
+    first = run.gateway("gateway-0")
+    await run.issue(24)
+    await eventually(lambda: _metric(first, "running_groups") > 0)
+    second = run.gateway("gateway-1")
+    await eventually(lambda: _metric(second, "running_groups") > 0)
+    first.kill()
+    groups = await run.groups(24)
+    assert each_once(groups, 24) and await run.streams.ticket_count() == 0
+    assert all(records.is_trainable(trajectory) for group in groups for trajectory in group.trajectories)
+    assert _metric(second, 'claimed_tickets_total{how="taken_over"}') > 0
+
+
+async def test_redis_may_restart_in_the_middle(cluster):
+    run = cluster({**RANDOM, "delay_s": 0.1}, rollout__max_concurrent_episodes=8)
+    gateway = run.gateway()
+    await run.issue(40)
+    await eventually(lambda: _metric(gateway, "published_groups_total") > 4)
+    run.redis.kill()
+    await asyncio.sleep(1)
+    run.redis.start()
+    assert each_once(await run.groups(40), 40)
+    assert gateway.running
+
+
+async def test_an_engine_and_an_environment_server_may_be_killed_and_come_back(cluster):
+    run = cluster({**RANDOM, "delay_s": 0.1}, rollout__max_concurrent_episodes=8, rollout__episode_attempts=9)
+    gateway = run.gateway()
+    await run.issue(40)
+    for process in (run.engine, run.environment):
+        before = _metric(gateway, "published_groups_total")
+        await eventually(lambda before=before: _metric(gateway, "published_groups_total") > before + 4)
+        process.kill()
+        await asyncio.sleep(0.5)
+        process.start()
+    groups = await run.groups(40)
+    assert each_once(groups, 40)
+    assert all(records.is_trainable(trajectory) for group in groups for trajectory in group.trajectories)
+
+
+async def test_health_answers_while_256_episodes_run(cluster):
+    run = cluster(RANDOM, rollout__max_concurrent_episodes=256, rollout__group_size=8)
+    gateway = run.gateway()
+    await run.issue(400)
+    await eventually(lambda: _metric(gateway, "running_episodes") > 200)
+    latencies = []
+    async with rpc.channel(gateway.address) as channel:
+        health = _health(channel)
+        await health()
+        while len(latencies) < 300 and await run.streams.ticket_count() > 40:
+            start_s = time.perf_counter()
+            await health()
+            latencies.append(time.perf_counter() - start_s)
+            await asyncio.sleep(0.005)
+    assert each_once(await run.groups(400), 400)
+    assert len(latencies) >= 50
+    p99_s = statistics.quantiles(latencies, n=100)[98]
+    print(f"health p50 {statistics.median(latencies) * 1e3:.1f} ms, p99 {p99_s * 1e3:.1f} ms, n {len(latencies)}")
+    assert p99_s < 0.2
+
+
+async def test_two_thousand_episodes_at_once_in_bounded_memory(cluster):
+    run = cluster(
+        {**RANDOM, "delay_s": 4.0},
+        rollout__max_concurrent_episodes=2000,
+        rollout__group_size=8,
+        environments__guess_number__max_concurrent_episodes=2000,
+        environments__guess_number__options={"numbers": 8, "turns": 1},
+    )
+    gateway = run.gateway()
+    empty_bytes = _memory_bytes(gateway.pid)
+    await run.issue(250)
+    await eventually(lambda: _metric(gateway, "running_episodes") == 2000, timeout_s=30)
+    full_bytes = _memory_bytes(gateway.pid)
+    assert each_once(await run.groups(250), 250)
+    per_episode = (full_bytes - empty_bytes) / 2000
+    print(f"{per_episode / 1024:.0f} KiB an episode, {full_bytes / 2**20:.0f} MiB in all")
+    assert per_episode < 120 * 1024
+
+
+async def test_sigterm_drains_and_exits_with_zero(cluster):
+    run = cluster({**RANDOM, "delay_s": 0.5}, environments__guess_number__options={"numbers": 8, "turns": 1})
+    gateway = run.gateway()
+    await run.issue(3)
+    await eventually(lambda: _metric(gateway, "running_groups") == 3)
+    gateway.terminate()
+    await asyncio.to_thread(gateway.wait, 15)
+    assert gateway.wait(1) == 0
+    assert each_once(await run.groups(3), 3)
+
+
+async def test_sigterm_gives_back_what_does_not_end(cluster):
+    run = cluster({**RANDOM, "delay_s": 60}, rollout__drain_timeout_s=0.5, rollout__claim_timeout_s=60)
+    gateway = run.gateway()
+    await run.issue(2)
+    await eventually(lambda: _metric(gateway, "running_groups") == 2)
+    gateway.terminate()
+    await asyncio.to_thread(gateway.wait, 15)
+    assert gateway.wait(1) == 0
+    assert len(await run.streams.take_over("other", 9)) == 2
+
+
+async def test_start_order_does_not_matter(cluster):
+    run = cluster(RANDOM)
+    run.redis.kill()
+    run.engine.kill()
+    run.environment.kill()
+    port = processes.free_port()
+    gateway = processes.Process(processes.service("rollout", *arguments(run.run_file, port)), run.folder / "early.log")
+    try:
+        await asyncio.sleep(2)
+        assert gateway.running
+        run.redis.start()
+        await asyncio.to_thread(processes.wait_until, lambda: processes.serving(f"127.0.0.1:{port}"), timeout_s=20)
+        await run.issue(4)
+        await asyncio.sleep(0.5)
+        run.environment.start()
+        run.engine.start()
+        assert each_once(await run.groups(4), 4)
+    finally:
+        gateway.stop()
+
+
+async def test_status_and_drain_over_the_wire(cluster):
+    run = cluster(RANDOM)
+    gateway = run.gateway()
+    await run.issue(5)
+    assert each_once(await run.groups(5), 5)
+    async with rpc.channel(gateway.address) as channel:
+        stub = rollout_service_pb2_grpc.RolloutServiceStub(channel)
+        assert (await stub.Drain(rollout_pb.DrainRequest(timeout_s=5))).unfinished_groups == 0
+        status = await stub.GetRolloutStatus(rollout_pb.GetRolloutStatusRequest())
+    assert status.draining and status.published_groups == 5 and sum(status.ended_episodes.values()) == 10
+
+
+def arguments(run_file, port, metrics_port=None):
+    metrics_port = metrics_port or processes.free_port()
+    return [
+        *("--config", str(run_file), "--name", "gateway-0"),
+        *("--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics_port}"),
+    ]
+
+
+def complaint(folder, run_file, port, metrics_port=None):
+    """What a gateway that cannot start says; it exits with 2."""
+    process = processes.Process(
+        processes.service("rollout", *arguments(run_file, port, metrics_port)), folder / "gateway.log"
+    )
+    assert process.wait(30) == 2
+    lines = [line for line in process.output.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in process.output
+    return lines
+
+
+def write(folder, **overrides):
+    run_file = folder / "run.yaml"
+    run_file.write_text(config.dump(settings(folder, **overrides)))
+    return run_file
+
+
+ADDRESSES = {"inference__addresses": ["127.0.0.1:1"], "environments__guess_number__address": "127.0.0.1:1"}
+
+
+def test_what_a_user_got_wrong_is_one_line_each(tmp_path, redis_url):
+    assert complaint(tmp_path, write(tmp_path), processes.free_port()) == [
+        f"error: {tmp_path}/run.yaml: redis.url: is empty; set redis://host:port/db",
+        f"error: {tmp_path}/run.yaml: inference.addresses: is empty; list host:port of each engine",
+        f"error: {tmp_path}/run.yaml: environments.guess_number.address: is empty; set host:port of its server",
+    ]
+
+
+def test_redis_absent(tmp_path):
+    url = f"redis://127.0.0.1:{processes.free_port()}/0"
+    run_file = write(tmp_path, redis__url=url, redis__timeout_s=0.5, **ADDRESSES)
+    (line,) = complaint(tmp_path, run_file, processes.free_port())
+    assert url in line and "start it, or correct redis.url" in line
+
+
+@pytest.mark.parametrize("which", ["--listen", "--metrics-listen"])
+def test_a_taken_port(tmp_path, redis_url, which):
+    run_file = write(tmp_path, redis__url=redis_url, **ADDRESSES)
+    taken = int(redis_url.rpartition(":")[2].partition("/")[0])
+    ports = (taken, None) if which == "--listen" else (processes.free_port(), taken)
+    (line,) = complaint(tmp_path, run_file, *ports)
+    assert f"{which} 127.0.0.1:{taken} cannot be bound" in line
+
+
+def _metric(process, name):
+    """Value of headrace_rollout_<name> in a gateway's metrics; 0 where it has none yet."""
+    with urllib.request.urlopen(process.metrics, timeout=5) as response:
+        for line in response.read().decode().splitlines():
+            if line.startswith(f"headrace_rollout_{name} "):
+                return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+def _memory_bytes(pid):
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def _health(channel):
+    stub = health_pb2_grpc.HealthStub(channel)
+    return lambda: stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
