@@ -79,7 +79,7 @@ def describe(steps: Sequence[Step], status: pb.GetTrainerStatusResponse | None, 
             return "the trainer is starting"
         engines = len(status.engine_versions)
         return (
-            f"waiting for the first groups ({engines} engines hold weights, {status.outstanding_tickets} tickets out)"
+            f"waiting for groups ({engines} engines hold weights, {status.outstanding_tickets} tickets out)"
         )
     last, recent = steps[-1], steps[-_RECENT:]
     wall_s = sum(step.step_s for step in recent) or 1e-9
