@@ -8,8 +8,9 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 STUBS := headrace/v1/.generated
 SMOLLM2 := .cache/smollm2-135m-instruct
+K8S := .cache/k8s
 
-.PHONY: help install proto demo demo-calculator demo-smollm2 test test-slow lint format lock clean
+.PHONY: help install proto demo demo-calculator demo-smollm2 test test-slow test-k8s chart lint format lock clean
 
 help: ## shows this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,11 +42,22 @@ $(SMOLLM2)/model.safetensors: requirements-smollm2.lock tools/convert_smollm2.py
 
 test: install ## unit and integration tests, with real processes
 	sh tools/install_redis.sh
-	$(RUN) -m pytest -m "not slow" $(ARGS)
+	$(RUN) -m pytest -m "not slow" --ignore=tests/k8s $(ARGS)
 
 test-slow: install ## the tests that take long: three seeds of the demo and its blind control
 	sh tools/install_redis.sh
 	$(RUN) -m pytest -m slow $(ARGS)
+
+test-k8s: install $(K8S)/.installed ## the Helm chart: rendered by real helm, against schemas, rules and the programs
+	sh tools/install_redis.sh
+	$(RUN) -m pytest -m "not slow" tests/k8s $(ARGS)
+
+chart: install $(K8S)/.installed ## generates the chart's schema of run files, and k8s/manifests
+	$(RUN) -m tools.update_chart $(K8S)/bin/helm
+
+$(K8S)/.installed: requirements-k8s.lock tools/install_k8s.sh tools/get_helm.py
+	PYTHON="$(PYTHON)" sh tools/install_k8s.sh $(K8S)
+	touch $@
 
 lint: install ## ruff, mypy and buf
 	$(RUN) -m ruff check .
@@ -60,6 +72,8 @@ format: install ## lets ruff rewrite the code
 lock: ## resolves pyproject.toml anew into requirements.lock (needs uv)
 	uv pip compile --universal --python-version 3.12 --generate-hashes --no-annotate --no-header --no-emit-index-url \
 	  pyproject.toml --extra dev -o requirements.lock
+	uv pip compile --universal --python-version 3.12 --generate-hashes --no-annotate --no-header --no-emit-index-url \
+	  requirements-k8s.in -o requirements-k8s.lock
 
 clean: ## removes what was generated, but no run and no virtual environment
 	rm -rf headrace/v1 build *.egg-info .mypy_cache .ruff_cache .pytest_cache
