@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -64,8 +65,8 @@ async def run(arguments: argparse.Namespace) -> None:
         puller = Puller(channel, engine=arguments.name, run_id=settings.run.id, install=install, observer=metrics)
         async with asyncio.TaskGroup() as tasks:
             pulling = tasks.create_task(puller.run())
-            stopping = asyncio.ensure_future(stop.wait())
-            await asyncio.wait([stopping, death, pulling], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait()), death, pulling]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
                 death.result()
             log.info("draining")

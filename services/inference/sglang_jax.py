@@ -282,6 +282,8 @@ def _shapes(scheduler: VersionedScheduler) -> list[_Shape]:
     longest, per_request = slots[-1], slots[-1] // batches[-1]
     decode = {sglang_jax_fixes.decode_keys(length, per_request) for length in range(1, per_request + 1)}
     most = min(longest, scheduler.max_total_num_tokens)
+    if scheduler.server_args.disable_radix_cache:
+        most = min(most, tokens[-1] + per_request)  # nothing but one request's earlier chunks precedes new tokens
     prefill = {sglang_jax_fixes.prefill_keys(length, longest) for length in range(1, most + 1)}
     return [
         *(

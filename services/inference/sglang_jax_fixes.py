@@ -156,7 +156,7 @@ def attend_in_place() -> None:
             and layer.sliding_window_size in (None, 0, -1)
             and layer.attn_type != AttentionType.ENCODER_ONLY
             and layer.softmax_dtype is None
-            and not getattr(layer, "xai_temperature_len", None)
+            and layer.xai_temperature_len <= 0
         )
         if not plain:
             return stock(self, q, k, v, layer, batch, cache, **kwargs)
@@ -188,12 +188,31 @@ def sample_by_seed() -> None:
     sampler.multinomial_with_seed = multinomial_with_seed
 
 
+def skip_masks_that_mask_nothing() -> None:
+    """A batch whose requests all sample from the whole vocabulary pays for no search of thresholds.
+
+    Fault: top-k and top-p thresholds are searched bit by bit, 31 passes over the logits each, also when every request
+    takes all tokens. Evidence: the sampler took 148 ms of CPU a step for 64 requests over 32,000 tokens, 79 with this.
+    Needed until: no known version is free of it (HEAD of 2026-08 is not).
+    """
+    top_k, top_p = sampler.topk_mask, sampler.topp_mask
+
+    def topk_mask(logits_BV: jax.Array, k_B: jax.Array, replace_val: float) -> jax.Array:
+        return _unless(jnp.all(k_B >= logits_BV.shape[-1]), top_k, logits_BV, k_B, replace_val)
+
+    def topp_mask(logits_BV: jax.Array, p_B: jax.Array, replace_val: float) -> jax.Array:
+        return _unless(jnp.all(p_B >= 1), top_p, logits_BV, p_B, replace_val)
+
+    sampler.topk_mask, sampler.topp_mask = topk_mask, topp_mask
+
+
 FIXES: tuple[Callable[[], None], ...] = (
     copy_host_arrays,
     send_each_token_once,
     compact_cache_locations,
     attend_in_place,
     sample_by_seed,
+    skip_masks_that_mask_nothing,
 )
 CPU_ONLY = frozenset({"compact_cache_locations", "attend_in_place"})
 
@@ -203,6 +222,12 @@ def _bucket(needed: int, shortest: int, factor: int, longest: int) -> int:
     while size < needed:
         size *= factor
     return min(size, longest)
+
+
+def _unless(
+    idle: jax.Array, mask: Callable[..., jax.Array], logits_BV: jax.Array, limit_B: jax.Array, replace_val: float
+) -> jax.Array:
+    return jax.lax.cond(idle, lambda: logits_BV, lambda: mask(logits_BV, limit_B, replace_val=replace_val))
 
 
 def _replicated(mesh: jax.sharding.Mesh, array: jax.Array) -> jax.Array:
