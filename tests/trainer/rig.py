@@ -48,7 +48,7 @@ def run_file(folder: Path, redis_url: str, **trainer: Any) -> Path:
         "rollout": {"group_size": 2, "max_action_tokens": 2, "max_episode_tokens": 16},
         "environments": {"a": {"class": "guess_number"}},
         "redis": {"url": redis_url, "timeout_s": 5},
-        "telemetry": {"tensorboard": False, "log_level": "debug"},
+        "telemetry": {"tensorboard": False, "log_level": "info"},
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -64,7 +64,15 @@ class Trainer:
         port, metrics = processes.free_port(), processes.free_port()
         self.address, self.metrics_address = f"127.0.0.1:{port}", f"127.0.0.1:{metrics}"
         arguments = ["--config", str(config), "--listen", self.address, "--metrics-listen", self.metrics_address]
-        self.process = processes.Process(processes.service("trainer", *arguments), self.folder / "trainer.log")
+        # Programs that one test has compiled serve the next.
+        environment = {
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder.parent / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        self.process = processes.Process(
+            processes.service("trainer", *arguments), self.folder / "trainer.log", environment=environment
+        )
 
     async def status(self) -> pb.GetTrainerStatusResponse | None:
         """What it says of itself; None while it does not answer."""
@@ -74,14 +82,14 @@ class Trainer:
                 return await stub.GetTrainerStatus(pb.GetTrainerStatusRequest(), timeout=2)
         return None
 
-    async def until(self, condition: Callable[[pb.GetTrainerStatusResponse], bool], timeout_s: float = 60) -> None:
+    async def until(self, condition: Callable[[pb.GetTrainerStatusResponse], bool], timeout_s: float = 150) -> None:
         """Returns when its status fulfils the condition."""
         async with asyncio.timeout(timeout_s):
             while (status := await self.status()) is None or not condition(status):
                 assert self.process.running, self.process.output[-3000:]
                 await asyncio.sleep(0.05)
 
-    async def ended(self, timeout_s: float = 60) -> int:
+    async def ended(self, timeout_s: float = 150) -> int:
         """Its exit code."""
         return await asyncio.to_thread(self.process.wait, timeout_s)
 

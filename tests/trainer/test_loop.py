@@ -15,6 +15,8 @@ from tests.trainer import rig
 from tests.trainer.gateway import RUN_ID, ordinary
 from tests.trainer.test_server import pull
 
+pytestmark = pytest.mark.timeout(400)  # a busy machine may take a minute to import and compile
+
 
 async def test_a_run_goes_to_its_last_step(streams, redis_url, tmp_path):
     with rig.trainer(rig.run_file(tmp_path, redis_url, steps=5)) as trainer:
