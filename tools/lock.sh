@@ -1,0 +1,25 @@
+#!/bin/sh
+# Resolves every lock file anew: the laptop's first, then, held to its versions, one for each image, and the tools'.
+# Hashes are in them, so an install takes what was resolved here or nothing. Needs uv.
+set -eu
+compile() {
+    uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-annotate --no-header \
+        --no-emit-index-url "$@"
+}
+image() { # lock file, extra, further requirements
+    lock=$1 extra=$2
+    shift 2
+    printf '%s\n' "$@" | compile pyproject.toml - --extra "$extra" --constraint requirements.lock -o "requirements/$lock.lock"
+}
+
+[ "${1:-all}" = images ] || compile pyproject.toml --extra dev -o requirements.lock
+compile requirements-k8s.in -o requirements-k8s.lock
+mkdir -p requirements
+image envs config
+image rollout rollout
+for service in trainer inference; do
+    image "$service" "$service"
+    image "$service-tpu" "$service" "jax[tpu]==0.10.2"
+    image "$service-cuda" "$service" "jax[cuda12]==0.10.2"
+done
+printf 'grpcio-tools\nsetuptools\n' | compile --constraint requirements.lock - -o requirements/build.lock
