@@ -75,6 +75,7 @@ class Create(_Section):
     rope_theta: float = Field(10_000.0, gt=0)
     rms_norm_eps: float = Field(1e-6, gt=0)
     tie_word_embeddings: bool = True
+    initializer_range: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
     words: list[str] = Field(description="the vocabulary besides the special tokens; text is split at white space")
     characters: bool = Field(False, description="split text into single characters instead of words")
 
