@@ -98,20 +98,20 @@ async def run(arguments: argparse.Namespace) -> None:
     servicer = TrainerServicer(store, status, engines)
     add = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
     server = await rpc.Server.start(arguments.listen, [rpc.Service(SERVICE, add, servicer)])
-    prometheus_client.REGISTRY.register(StatusCollector(status, ledger, engines))
-    telemetry.serve_metrics(arguments.metrics_listen)
-    streams = await _open_streams(config)
-    compute = ComputeThread()
-    model = await compute(_load, config, folder)
     try:
+        prometheus_client.REGISTRY.register(StatusCollector(status, ledger, engines))
+        telemetry.serve_metrics(arguments.metrics_listen)
+        streams, compute = await _open_streams(config), ComputeThread()
+        model = await compute(_load, config, folder)
         process = _Process(config, streams, store, ledger, status, server, compute, stop)
         await _within(_STOP_S, stop, _train(process, model))
+        if status.phase == pb.TRAINER_PHASE_FINISHED:
+            await _last_pull(engines, status)
     except Interrupted:
         log.warning("stopped within a step; the run goes on from its last checkpoint")
-    if status.phase == pb.TRAINER_PHASE_FINISHED:
-        await _last_pull(engines, status)
-    store.close()
-    await server.stop(1)
+    finally:
+        store.close()
+        await server.stop(1)
 
 
 async def _train(process: _Process, model: _Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from headrace import trajectory as records
@@ -70,14 +71,12 @@ class Gateway:
         self._streams, self._name = streams, name
         self.claimed: list[Ticket] = []
 
-    async def claim(self, count: int, block_s: float = 5.0) -> list[Ticket]:
+    async def claim(self, count: int, timeout_s: float = 60) -> list[Ticket]:
         """Exactly `count` tickets. Raises TimeoutError when fewer come in time."""
         tickets: list[Ticket] = []
-        while len(tickets) < count:
-            batch = await self._streams.claim(self._name, count - len(tickets), block_s)
-            if not batch:
-                raise TimeoutError(f"{len(tickets)} of {count} tickets came")
-            tickets += batch
+        async with asyncio.timeout(timeout_s):
+            while len(tickets) < count:
+                tickets += await self._streams.claim(self._name, count - len(tickets), 0.5)
         self.claimed += tickets
         return tickets
 

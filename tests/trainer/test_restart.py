@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(400)  # a busy machine may take a minute to imp
 async def publish(gateway, count):
     """Ends so many tickets, as they come."""
     for _ in range(count):
-        (ticket,) = await gateway.claim(1, 20)
+        (ticket,) = await gateway.claim(1)
         await gateway.publish(ticket, ordinary(ticket.task, version=ticket.task.min_policy_version))
 
 
