@@ -78,9 +78,7 @@ def describe(steps: Sequence[Step], status: pb.GetTrainerStatusResponse | None, 
         if status.phase == pb.TRAINER_PHASE_STARTING:
             return "the trainer is starting"
         engines = len(status.engine_versions)
-        return (
-            f"waiting for groups ({engines} engines hold weights, {status.outstanding_tickets} tickets out)"
-        )
+        return f"waiting for groups ({engines} engines hold weights, {status.outstanding_tickets} tickets out)"
     last, recent = steps[-1], steps[-_RECENT:]
     wall_s = sum(step.step_s for step in recent) or 1e-9
     return (
