@@ -9,8 +9,11 @@ INSTALLED := $(VENV)/.installed
 STUBS := headrace/v1/.generated
 SMOLLM2 := .cache/smollm2-135m-instruct
 K8S := .cache/k8s
+BASE_IMAGE ?= python:3.12-slim
+TAG ?= 0.1.0
+COMPOSE := BASE_IMAGE=$(BASE_IMAGE) TAG=$(TAG) $(K8S)/venv/bin/docker-compose
 
-.PHONY: help install proto demo demo-calculator demo-smollm2 test test-slow test-k8s chart lint format lock clean
+.PHONY: help install proto demo demo-calculator demo-smollm2 test test-slow test-k8s test-containers chart images compose-demo sbom audit lint format lock clean
 
 help: ## shows this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +62,30 @@ $(K8S)/.installed: requirements-k8s.lock tools/install_k8s.sh tools/get_helm.py
 	PYTHON="$(PYTHON)" sh tools/install_k8s.sh $(K8S)
 	touch $@
 
+images: ## builds the four services' images (BASE_IMAGE=…, TAG=…; needs docker)
+	for service in envs rollout trainer inference; do \
+	  docker build --build-arg BASE_IMAGE=$(BASE_IMAGE) --file services/$$service/Dockerfile \
+	    --tag headrace-$$service:$(TAG) . || exit 1; done
+
+compose-demo: install $(K8S)/.installed images ## trains guess_number in containers, and shows the trainer's log to its end
+	$(RUN) -m tools.compose_run configs/guess_number.yaml .cache/compose $(ARGS)
+	$(COMPOSE) down --volumes --remove-orphans
+	$(COMPOSE) up --detach --wait
+	$(COMPOSE) logs --follow trainer
+	$(COMPOSE) down
+
+test-containers: install $(K8S)/.installed ## builds the images and tests the loop in containers (needs docker)
+	BASE_IMAGE=$(BASE_IMAGE) $(RUN) -m pytest -m "not slow" tests/containers $(ARGS)
+
+sbom: $(K8S)/.installed ## writes a bill of materials (CycloneDX) for each image's lock file into .cache/sbom
+	mkdir -p .cache/sbom
+	for lock in requirements/*.lock; do \
+	  $(K8S)/venv/bin/cyclonedx-py requirements $$lock -o .cache/sbom/$$(basename $$lock .lock).json || exit 1; done
+
+audit: $(K8S)/.installed ## looks for known vulnerabilities in the lock files (needs the network)
+	for lock in requirements/*.lock; do \
+	  $(K8S)/venv/bin/pip-audit --require-hashes --disable-pip --requirement $$lock || exit 1; done
+
 lint: install ## ruff, mypy and buf
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -69,11 +96,8 @@ format: install ## lets ruff rewrite the code
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-lock: ## resolves pyproject.toml anew into requirements.lock (needs uv)
-	uv pip compile --universal --python-version 3.12 --generate-hashes --no-annotate --no-header --no-emit-index-url \
-	  pyproject.toml --extra dev -o requirements.lock
-	uv pip compile --universal --python-version 3.12 --generate-hashes --no-annotate --no-header --no-emit-index-url \
-	  requirements-k8s.in -o requirements-k8s.lock
+lock: ## resolves every lock file anew (needs uv)
+	sh tools/lock.sh
 
 clean: ## removes what was generated, but no run and no virtual environment
 	rm -rf headrace/v1 build *.egg-info .mypy_cache .ruff_cache .pytest_cache

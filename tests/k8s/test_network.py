@@ -10,7 +10,6 @@ from tests.k8s.rendering import find, matrix, pods
 GRPC, HTTP, REDIS, METRICS = 50051, 30000, 6379, 9090
 NEEDED = {
     ("trainer", "redis", REDIS),
-    ("trainer", "environment", GRPC),
     ("gateway", "redis", REDIS),
     ("gateway", "environment", GRPC),
     ("gateway", "inference", HTTP),
