@@ -45,11 +45,11 @@ $(SMOLLM2)/model.safetensors: requirements-smollm2.lock tools/convert_smollm2.py
 
 test: install ## unit and integration tests, with real processes
 	sh tools/install_redis.sh
-	$(RUN) -m pytest -m "not slow" --ignore=tests/k8s $(ARGS)
+	$(RUN) -m pytest -m "not slow" --ignore=tests/k8s --ignore=tests/containers $(ARGS)
 
 test-slow: install ## the tests that take long: three seeds of the demo and its blind control
 	sh tools/install_redis.sh
-	$(RUN) -m pytest -m slow $(ARGS)
+	$(RUN) -m pytest -m slow --ignore=tests/containers $(ARGS)
 
 test-k8s: install $(K8S)/.installed ## the Helm chart: rendered by real helm, against schemas, rules and the programs
 	sh tools/install_redis.sh

@@ -1,0 +1,62 @@
+"""The loop in containers: locked down, apart where they must be, and stopped without losing a ticket."""
+
+import pytest
+
+from tests.containers.conftest import STEPS
+
+SERVICES = ("environment", "trainer", "inference", "gateway")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_containers_are_locked_down(stack, service):
+    settings = stack.container(service).attrs["HostConfig"]
+    assert settings["ReadonlyRootfs"]
+    assert settings["CapDrop"] == ["ALL"]
+    assert settings["Memory"] > 0
+    assert "no-new-privileges:true" in settings["SecurityOpt"]
+    status = stack.python(service, "print(open('/proc/self/status').read())")
+    assert "Uid:\t65532" in status
+    assert "CapEff:\t0000000000000000" in status
+    assert "NoNewPrivs:\t1" in status
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_images_hold_their_own_service_and_no_build_tools(stack, service):
+    program = """
+import importlib.util, os
+print(sorted(name for name in os.listdir("/app/services") if name[0] != "_"))
+print([name for name in ("pip", "grpc_tools") if importlib.util.find_spec(name)])
+"""
+    module = {"environment": "envs", "gateway": "rollout"}.get(service, service)
+    assert stack.python(service, program) == f"['{module}']\n[]"
+
+
+def test_an_environment_reaches_neither_redis_nor_a_way_out(stack):
+    networks = stack.container("redis").attrs["NetworkSettings"]["Networks"]
+    (address,) = [network["IPAddress"] for network in networks.values()]
+    program = f"""
+import socket
+for host in ("redis", {address!r}):
+    try:
+        socket.create_connection((host, 6379), timeout=2).close()
+        print("reached", host)
+    except OSError:
+        print("no way to", host)
+routes = [line.split() for line in open("/proc/net/route").readlines()[1:]]
+print("default routes:", sum(route[1] == "00000000" for route in routes))
+"""
+    expected = f"no way to redis\nno way to {address}\ndefault routes: 0"
+    assert stack.python("environment", program) == expected
+    assert f"reached {address}" in stack.python("gateway", program)
+
+
+def test_every_service_drains_and_the_run_goes_on(stack):
+    """Each is stopped in the middle of training and started again; every step happens once."""
+    for number, service in enumerate(("gateway", "inference", "environment", "trainer")):
+        stack.wait(lambda done=2 * number + 1: len(stack.steps()) >= done)
+        stack.compose("stop", service)
+        assert stack.container(service).attrs["State"]["ExitCode"] == 0, stack.compose("logs", "--tail", "30", service)
+        stack.compose("up", "--detach", "--wait", "--no-recreate", service)
+    assert stack.container("trainer").wait(timeout=600)["StatusCode"] == 0
+    log = stack.container("trainer").logs().decode()
+    assert f"finished after {STEPS} steps" in log
