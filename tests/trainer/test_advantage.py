@@ -15,8 +15,9 @@ def test_divides_by_the_standard_deviation_of_a_sample():
     )
 
 
-@pytest.mark.parametrize("rewards", [[0.0, 0.0], [0.1] * 8, [1 / 3] * 7, [1e9 + 0.1] * 3])
+@pytest.mark.parametrize("rewards", [[0.0, 0.0], [0.1] * 8, [0.1] * 3, [1e9 + 0.1] * 6])
 def test_equal_rewards_give_exactly_zero(rewards: list[float]):
+    """The mean of three times 0.1 is not 0.1: taken from it, something is left."""
     assert not group_advantages(rewards).any()
 
 

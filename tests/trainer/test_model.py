@@ -232,6 +232,7 @@ def test_the_wire_format_is_a_copy_in_name_order(mesh: Mesh):
     parameters = huggingface.from_huggingface(random_tensors(QWEN3), QWEN3, mesh)
     arrays = dict(huggingface.to_huggingface(parameters))
     assert list(arrays) == sorted(parameters)
+    assert all(array.flags.owndata for array in arrays.values())
     kept = {name: array.copy() for name, array in arrays.items()}
     # Overwrites the parameters' buffers, as an update does.
     jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)(parameters))

@@ -102,8 +102,8 @@ def _place(
             errors.append(f"{name} has shape {list(tensor.shape)}, must have {list(shapes[name])}")
         elif not errors:
             placed = sharding.parameter_sharding(name, tensor.shape, mesh)
-            # Never a view of the caller's array: the optimizer will reuse the buffer.
-            parameters[name] = jax.device_put(tensor.astype(np.float32), placed, may_alias=False)
+            # `astype` copies: JAX may keep the array that it is given as the buffer.
+            parameters[name] = jax.device_put(tensor.astype(np.float32), placed)
     if errors:
         raise ConfigError(source, errors)
     return parameters
