@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
+import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 import uvloop
@@ -21,6 +23,7 @@ import uvloop
 from headrace import config, model_folder, rpc, telemetry
 from headrace.errors import AddressInUse, StartupError
 from services.inference.metrics import Metrics
+from services.inference.server import Server
 from services.inference.weights import Puller, Version
 
 log = logging.getLogger("services.inference")
@@ -32,13 +35,11 @@ async def run(arguments: argparse.Namespace) -> None:
     """Serves until a signal."""
     settings = config.load(arguments.config)
     telemetry.configure(arguments.name, level=settings.telemetry.log_level, log_format=settings.telemetry.log_format)
+    if settings.telemetry.log_level != "debug":
+        logging.getLogger("sgl_jax").setLevel(logging.WARNING)
     _check(settings, Path(arguments.config))
     model_folder.ensure(settings)
     _prepare_jax(settings.inference)
-    # Imported only now: JAX reads its settings when it is loaded, and `--help` should not wait for it.
-    from services.inference.server import Server
-    from services.inference.sglang_jax import Engine
-
     stop = rpc.stop_signal()
     loop = asyncio.get_running_loop()
     death: asyncio.Future[None] = loop.create_future()
@@ -51,7 +52,13 @@ async def run(arguments: argparse.Namespace) -> None:
     async with contextlib.AsyncExitStack() as stack:
         port = await stack.enter_async_context(_listening(arguments.listen, server))
         log.info("engine %s of run %s listens on port %d", arguments.name, settings.run.id, port)
-        engine, stock = await Engine.start(settings, died=died, without_fixes=arguments.without_fix)
+        build = asyncio.ensure_future(_build(settings, died))
+        await asyncio.wait([build, asyncio.ensure_future(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+        if not build.done():
+            log.info("stopped before the engine was built")
+            _exit_without_waiting()
+        engine, stock = build.result()
+        _take_signals_back(stop)
         server.stock = await stack.enter_async_context(stock())
         server.engine = metrics.source = engine
         log.info("the engine is built and waits for weights from %s", settings.trainer.address)
@@ -73,6 +80,24 @@ async def run(arguments: argparse.Namespace) -> None:
             await server.drain(settings.inference.drain_timeout_s)
             pulling.cancel()
     log.info("stopped")
+
+
+async def _build(settings: config.Config, died: Callable[[str], None]) -> Any:
+    # Loaded only now, and in a thread: JAX reads its settings when it is loaded, and that takes seconds.
+    module = await asyncio.to_thread(importlib.import_module, "services.inference.sglang_jax")
+    return await module.Engine.start(settings, died=died)
+
+
+def _exit_without_waiting() -> NoReturn:
+    """Ends the process while a thread still builds the engine; there is nothing yet that could be lost."""
+    logging.shutdown()
+    os._exit(0)
+
+
+def _take_signals_back(stop: asyncio.Event) -> None:
+    """Registers our handlers again: building the engine has put others, which print stack traces, before them."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 def _fail(future: asyncio.Future[None], reason: str) -> None:
@@ -140,7 +165,6 @@ def main() -> None:
     parser.add_argument("--config", required=True, metavar="RUN.yaml", help="the run file, the same for every service")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to serve HTTP, /metrics included")
     parser.add_argument("--name", default="engine-0", help="unique among the run's engines")
-    parser.add_argument("--without-fix", action="append", default=[], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     rpc.main(lambda: run(arguments))

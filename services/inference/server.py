@@ -13,14 +13,16 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from services.inference.metrics import Metrics
 from services.inference.request import BadRequest, Request, parse
-from services.inference.scheduler import Finished
-from services.inference.sglang_jax import Engine
+
+if TYPE_CHECKING:  # the engine is loaded after the port is bound: that takes seconds
+    from services.inference.scheduler import Finished
+    from services.inference.sglang_jax import Engine
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -22,12 +22,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import jax
 from sgl_jax.srt.entrypoints import http_server
-from sgl_jax.srt.managers.detokenizer_manager import run_detokenizer_thread
+from sgl_jax.srt.managers.detokenizer_manager import DetokenizerManager
 from sgl_jax.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sgl_jax.srt.managers.schedule_batch import ForwardMode
 from sgl_jax.srt.managers.template_manager import TemplateManager
@@ -75,14 +75,13 @@ class Engine:
 
     @classmethod
     async def start(
-        cls, config: Config, *, died: Callable[[str], None], without_fixes: Sequence[str] = ()
+        cls, config: Config, *, died: Callable[[str], None]
     ) -> tuple[Engine, Callable[[], contextlib.AbstractAsyncContextManager[Any]]]:
         """Builds the engine in a worker thread, which takes seconds to minutes.
 
         Args:
             config: the run.
             died: called, from any thread, with the reason when the engine can serve no more.
-            without_fixes: faults to leave in; tests show them that way.
 
         Returns:
             the engine, and an opener of the stock HTTP application, to be entered in the event loop.
@@ -90,7 +89,7 @@ class Engine:
         Raises:
             StartupError: the model folder cannot be served.
         """
-        sglang_jax_fixes.install(without=[*without_fixes, *_fixes_for_others(config)])
+        sglang_jax_fixes.install(without=() if config.inference.device == "cpu" else sglang_jax_fixes.CPU_ONLY)
         server_args = _server_args(config)
         ports = PortArgs.init_new(server_args)
         holder: list[Engine] = []
@@ -219,10 +218,6 @@ class Engine:
                 future.set_result(result)
 
 
-def _fixes_for_others(config: Config) -> frozenset[str]:
-    return sglang_jax_fixes.CPU_ONLY if config.inference.device != "cpu" else frozenset()
-
-
 def _server_args(config: Config) -> ServerArgs:
     inference = config.inference
     tpu = inference.device == "tpu"
@@ -314,7 +309,8 @@ async def _stock_application(
     server_args: ServerArgs, ports: PortArgs, scheduler: VersionedScheduler
 ) -> AsyncIterator[Any]:
     """SGLang's own HTTP application (chat completions and the rest), served by this engine."""
-    threading.Thread(target=run_detokenizer_thread, args=(server_args, ports), name="detokenizer", daemon=True).start()
+    detokenizer = await asyncio.to_thread(DetokenizerManager, server_args, ports)
+    threading.Thread(target=detokenizer.event_loop, name="detokenizer", daemon=True).start()
     tokenizer = TokenizerManager(server_args, ports)
     tokenizer.max_req_input_len = scheduler.max_req_input_len
     # Its own start of the loop would also take over this process's signals.
