@@ -86,14 +86,14 @@ class Learner:
         temperature: float = 1.0,
         compute_dtype: Literal["float32", "bfloat16"] = "float32",
         remat: bool = False,
-        head_chunk_tokens: int = 2048,
+        head_chunk_logits: int = 1 << 25,
     ):
         """
         Args:
             steps: steps of the run; steps * updates_per_step is what the schedule spans.
             temperature: softmax temperature that training episodes were sampled at.
             remat: computes each layer again in the backward pass instead of keeping its activations.
-            head_chunk_tokens: tokens whose logits exist at once.
+            head_chunk_logits: logits, tokens times words, that exist at once; 4 bytes each.
         """
         self._optimizer = adamw.create(optimizer, steps=steps, updates_per_step=updates_per_step)
         rate = adamw.schedule(optimizer, steps=steps, updates_per_step=updates_per_step)
@@ -103,7 +103,7 @@ class Learner:
             temperature=temperature,
             dtype=jnp.dtype(compute_dtype),
             remat=remat,
-            chunk_tokens=head_chunk_tokens,
+            chunk_tokens=max(1, head_chunk_logits // decoder_config.vocab_size),
         )
 
         def policy_loss_sum(
