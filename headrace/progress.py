@@ -78,8 +78,8 @@ def describe(steps: Sequence[Step], status: pb.GetTrainerStatusResponse | None, 
         if status.phase == pb.TRAINER_PHASE_STARTING:
             return "the trainer is starting"
         engines = len(status.engine_versions)
-        return f"waiting for groups ({engines} engines hold weights, {status.outstanding_tickets} tickets out)"
-    last, recent = steps[-1], steps[-_RECENT:]
+        return f"waiting for groups (tickets out: {status.outstanding_tickets}, engines that hold weights: {engines})"
+    last, recent = steps[-1], step_log.without_start(steps)[-_RECENT:]
     wall_s = sum(step.step_s for step in recent) or 1e-9
     return (
         f"step {last.step}/{total_steps}  reward {last.reward_mean:.3f}"

@@ -7,7 +7,7 @@ checkpoint appears twice, and the later line counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ def read(path: Path) -> list[Step]:
     """The run's steps in order; none when the file does not exist yet."""
     steps = {step.step: step for step in _lines(path)}
     return [steps[number] for number in sorted(steps)]
+
+
+def without_start(steps: Sequence[Step]) -> Sequence[Step]:
+    """The steps that rates are taken over: the run's first one waits for engines to start, so it is left out."""
+    return steps[1:] if len(steps) > 1 and steps[0].step == 1 else steps
 
 
 def _lines(path: Path) -> Iterator[Step]:

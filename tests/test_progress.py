@@ -48,7 +48,7 @@ def test_before_the_first_step_it_says_what_is_waited_for():
     )
     assert "waiting for the trainer" in progress.describe([], None, total_steps=9)
     assert "starting" in progress.describe([], starting, total_steps=9)
-    assert "1 engines hold weights, 8 tickets out" in progress.describe([], waiting, total_steps=9)
+    assert "tickets out: 8, engines that hold weights: 1" in progress.describe([], waiting, total_steps=9)
 
 
 def test_a_step_says_how_the_run_goes():
