@@ -24,7 +24,7 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,7 +32,7 @@ import aiohttp
 from yarl import URL
 
 from headrace.v1 import trajectory_pb2 as pb
-from services.rollout import metrics
+from services.rollout import lookup, metrics
 from services.rollout.sample import BadReply, Sample, joined, read_reply
 
 log = logging.getLogger(__name__)
@@ -120,8 +120,21 @@ class Engine:
 class Engines:
     """The engines of a run. Use it as an async context manager; everything it starts ends with it."""
 
-    def __init__(self, addresses: Sequence[str], *, timeout_s: float, attempts: int, vocabulary_size: int):
-        self.engines = [Engine(address if "://" in address else f"http://{address}") for address in addresses]
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        timeout_s: float,
+        attempts: int,
+        vocabulary_size: int,
+        resolve: Callable[[str], Awaitable[frozenset[str]]] = lookup.resolve,
+        lookup_period_s: float = 5.0,
+    ):
+        self._names = [address for address in addresses if lookup.is_name(address)]
+        fixed = [address for address in addresses if address not in self._names]
+        # Those of fixed addresses; others join and leave as names are looked up.
+        self.engines = [Engine(address if "://" in address else f"http://{address}") for address in fixed]
+        self._resolve, self._lookup_period_s = resolve, lookup_period_s
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._vocabulary_size = vocabulary_size
@@ -129,7 +142,8 @@ class Engines:
         self._exit = contextlib.AsyncExitStack()
         self._session: aiohttp.ClientSession
         self._tasks: asyncio.TaskGroup
-        self._probes: list[asyncio.Task[None]] = []
+        self._followers: list[asyncio.Task[None]] = []
+        self._probes: dict[Engine, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
@@ -143,14 +157,16 @@ class Engines:
             )
         )
         self._tasks = await self._exit.enter_async_context(asyncio.TaskGroup())
-        self._probes = [self._tasks.create_task(self._watch(engine)) for engine in self.engines]
+        for engine in self.engines:
+            self._probes[engine] = self._tasks.create_task(self._watch(engine))
+        self._followers = [self._tasks.create_task(self._follow(name)) for name in self._names]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for probe in self._probes:
-            probe.cancel()
+        for task in (*self._followers, *self._probes.values()):
+            task.cancel()
         await self._exit.__aexit__(kind, error, trace)
 
     @contextlib.contextmanager
@@ -301,6 +317,23 @@ class Engines:
                     await self._post(engine.abort, json.dumps({"rid": rid}).encode())
 
         self._tasks.create_task(tell())
+
+    async def _follow(self, name: str) -> None:
+        """Keeps `engines` true to what a name resolves to. Calls that run at a host that leaves may end there."""
+        known: dict[str, Engine] = {}
+        while True:
+            # A name that does not resolve tells nothing: its engines' readiness does.
+            hosts = await self._resolve(name) or known.keys()
+            for host in hosts - known.keys():
+                engine = known[host] = Engine(f"http://{host}")
+                self.engines.append(engine)
+                self._probes[engine] = self._tasks.create_task(self._watch(engine))
+            for host in known.keys() - hosts:
+                engine = known.pop(host)
+                self.engines.remove(engine)
+                self._probes.pop(engine).cancel()
+                await self._set_ready(engine, False)
+            await asyncio.sleep(self._lookup_period_s if known else _FIRST_DELAY_S)
 
     async def _watch(self, engine: Engine) -> None:
         """Keeps `ready` true to the engine's own word; asks at once when a call failed, then ever more seldom."""
