@@ -12,7 +12,7 @@ _WINDOW = 10
 
 
 def lines(steps: Sequence[Step], *, wall_s: float, restarts: int, results: dict[str, Path]) -> list[str]:
-    """Rewards are means of the first and the last steps (10 of them, or a fifth of the run if that is less); rates leave
+    """Rewards are means of the first and the last steps: 10 of them, or a fifth of the run if that is less. Rates leave
     the first step out.
 
     Args:
