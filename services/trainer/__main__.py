@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +43,7 @@ from services.trainer.packing import row_buckets
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
 from services.trainer.report import Reporter
+from services.trainer.returns import Returns
 from services.trainer.server import SERVICE, Engines, TrainerServicer
 from services.trainer.status import Status
 from services.trainer.task_order import TaskOrder, TaskSource
@@ -120,7 +120,6 @@ async def _train(process: _Process, model: _Model) -> None:
     settings, policy, notes = config.trainer, model.policy, model.notes
     if notes:
         status.step, status.trained_groups = notes.step, notes.trained_groups
-        status.returned_groups = Counter(notes.returned_groups)
     lineage, inbox = Lineage(notes.positions if notes else None), Inbox(streams)
     await inbox.acknowledge(notes.learned_ids if notes else [])
     lost = Journal(config.run.path / "consumed.jsonl").forget_after(status.step)
@@ -141,6 +140,7 @@ async def _train(process: _Process, model: _Model) -> None:
         max_staleness=settings.max_staleness,
     )
     await feeder.open(at_least=notes.cursor if notes else 0)
+    returns = Returns(Journal(config.run.path / "returned.jsonl"), status, environments=set(sources))
     publisher = Publisher(
         streams,
         process.store,
@@ -180,7 +180,7 @@ async def _train(process: _Process, model: _Model) -> None:
             feeder=feeder,
             order=TaskOrder({name: sources[name]}, seed=config.run.seed),
             lineage=lineage,
-            status=status,
+            returns=returns,
             rules=rules,
         )
         await _warm_up(process, model, settings.warm_start, collector, publisher)
@@ -194,7 +194,7 @@ async def _train(process: _Process, model: _Model) -> None:
         settings,
         policy=policy,
         feeder=feeder,
-        batcher=Batcher(inbox, feeder, lineage, status, rules),
+        batcher=Batcher(inbox, feeder, lineage, returns, rules),
         ledger=ledger,
         publisher=publisher,
         committer=committer,

@@ -29,17 +29,11 @@ from services.trainer.inbox import Inbox
 from services.trainer.lineage import Lineage
 from services.trainer.packing import Sample
 from services.trainer.patience import Patience
-from services.trainer.status import Status
+from services.trainer.returns import LEFT_OVER, MALFORMED, TOO_FEW_TRAINABLE, TOO_STALE, Returns
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.task_order import sequence_number
 
 log = logging.getLogger(__name__)
-
-# Reasons for which a group does not enter a gradient.
-MALFORMED = "malformed"
-TOO_STALE = "too_stale"
-TOO_FEW_TRAINABLE = "too_few_trainable"
-LEFT_OVER = "left_over"
 
 _BLOCK_S = 2.0
 
@@ -187,8 +181,8 @@ def to_sample(trajectory: pb.Trajectory, advantage: float = 0.0) -> Sample:
 class Batcher:
     """Waits for learnable groups."""
 
-    def __init__(self, inbox: Inbox, feeder: Feeder, lineage: Lineage, status: Status, rules: Rules):
-        self._inbox, self._feeder, self._lineage, self._status, self._rules = inbox, feeder, lineage, status, rules
+    def __init__(self, inbox: Inbox, feeder: Feeder, lineage: Lineage, returns: Returns, rules: Rules):
+        self._inbox, self._feeder, self._lineage, self._returns, self._rules = inbox, feeder, lineage, returns, rules
         self._patience = Patience()
 
     async def groups(self, count: int, watch: Stopwatch) -> AsyncIterator[list[LearnableGroup]]:
@@ -223,22 +217,13 @@ class Batcher:
 
     async def _set_aside(self, entry: GroupEntry, error: RecordError) -> None:
         log.warning("group %s is malformed and goes to the dead-letter stream: %s", entry.entry_id, error)
+        self._returns.record(entry, MALFORMED, str(error))
         await self._inbox.dead_letter(entry, str(error))
-        self._status.returned_groups[environment_of(entry, self._rules), MALFORMED] += 1
 
     async def _return(self, entry: GroupEntry, error: Unfit) -> None:
         log.info("group %s is returned (%s): %s", entry.entry_id, error.reason, error)
+        self._returns.record(entry, error.reason, str(error))
         await self._inbox.acknowledge([entry.entry_id])
-        self._status.returned_groups[environment_of(entry, self._rules), error.reason] += 1
-
-
-def environment_of(entry: GroupEntry, rules: Rules) -> str:
-    """The environment that a count names: never what a malformed record claims."""
-    try:
-        name = pb.TrajectoryGroup.FromString(entry.payload).task.environment
-    except DecodeError:
-        return ""
-    return name if name in rules.environments else ""
 
 
 def _check_for_loss(trajectory: pb.Trajectory, rules: Rules, lineage: Lineage) -> None:

@@ -34,8 +34,6 @@ class Notes:
     # Entries that the arrays have learned from since the previous checkpoint: not acknowledged before this one exists.
     learned_ids: list[str]
     trained_groups: int
-    # By (environment, reason).
-    returned_groups: dict[tuple[str, str], int]
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,6 @@ def _to_json(notes: Notes) -> dict[str, Any]:
         "positions": [list(pair) for pair in notes.positions.items()],
         "learned_ids": notes.learned_ids,
         "trained_groups": notes.trained_groups,
-        "returned_groups": [[*key, count] for key, count in notes.returned_groups.items()],
     }
 
 
@@ -116,7 +113,6 @@ def _from_json(value: dict[str, Any]) -> Notes:
         positions={version: position for version, position in value["positions"]},
         learned_ids=value["learned_ids"],
         trained_groups=value["trained_groups"],
-        returned_groups={(environment, reason): count for environment, reason, count in value["returned_groups"]},
     )
 
 

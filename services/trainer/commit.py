@@ -55,7 +55,6 @@ class Committer:
             positions=self._lineage.positions,
             learned_ids=learned,
             trained_groups=self._status.trained_groups,
-            returned_groups=dict(self._status.returned_groups),
         )
         await self._compute(self._checkpoints.save, self._policy.state, self._policy.reference, notes)
         await self._inbox.acknowledge(learned)

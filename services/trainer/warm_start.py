@@ -21,7 +21,7 @@ from headrace import config
 from headrace import trajectory as records
 from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
-from services.trainer.batcher import LEFT_OVER, MALFORMED, TOO_FEW_TRAINABLE, Rules, environment_of, parse, to_sample
+from services.trainer.batcher import Rules, parse, to_sample
 from services.trainer.compute import ComputeThread
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
@@ -30,7 +30,7 @@ from services.trainer.loop import Interrupted
 from services.trainer.packing import Sample, pack
 from services.trainer.patience import Patience
 from services.trainer.publisher import Publisher
-from services.trainer.status import Status
+from services.trainer.returns import LEFT_OVER, MALFORMED, TOO_FEW_TRAINABLE, Returns
 from services.trainer.task_order import TaskOrder, sequence_number
 from services.trainer.train import Learner, TrainState
 
@@ -44,10 +44,10 @@ class Collector:
     """Issues tickets of one purpose and gathers as many good groups."""
 
     def __init__(
-        self, *, inbox: Inbox, feeder: Feeder, order: TaskOrder, lineage: Lineage, status: Status, rules: Rules
+        self, *, inbox: Inbox, feeder: Feeder, order: TaskOrder, lineage: Lineage, returns: Returns, rules: Rules
     ):
         self._inbox, self._feeder, self._order = inbox, feeder, order
-        self._lineage, self._status, self._rules = lineage, status, rules
+        self._lineage, self._returns, self._rules = lineage, returns, rules
 
     async def collect(self, purpose: int, count: int, stop: asyncio.Event) -> list[pb.TrajectoryGroup]:
         """`count` groups that hold at least one trainable trajectory each; a ticket that fails is replaced.
@@ -76,22 +76,22 @@ class Collector:
         """The good groups among those that have arrived, and the number of tickets to replace."""
         good, failed = [], 0
         for entry in await self._inbox.read(_BATCH_OF_ENTRIES, _BLOCK_S):
-            reason = ""
             try:
                 group = parse(entry, self._rules, self._lineage, cursor=self._feeder.cursor)
-                if group.task.purpose != purpose or sequence_number(group.task) < first:
-                    reason = LEFT_OVER
-                elif not _trainable(group):
-                    reason, failed = TOO_FEW_TRAINABLE, failed + 1
-                else:
-                    good.append(group)
-                await self._inbox.acknowledge([entry.entry_id])
             except RecordError as error:
                 log.warning("group %s is malformed and goes to the dead-letter stream: %s", entry.entry_id, error)
+                self._returns.record(entry, MALFORMED, str(error))
                 await self._inbox.dead_letter(entry, str(error))
-                reason, failed = MALFORMED, failed + 1
-            if reason:
-                self._status.returned_groups[environment_of(entry, self._rules), reason] += 1
+                failed += 1
+                continue
+            if group.task.purpose != purpose or sequence_number(group.task) < first:
+                self._returns.record(entry, LEFT_OVER, "of an attempt before this one")
+            elif not _trainable(group):
+                self._returns.record(entry, TOO_FEW_TRAINABLE, "no trainable episode")
+                failed += 1
+            else:
+                good.append(group)
+            await self._inbox.acknowledge([entry.entry_id])
         return good, failed
 
 

@@ -16,6 +16,7 @@ from headrace.stream import Ticket
 from headrace.v1 import trainer_service_pb2 as pb
 from headrace.v1 import trainer_service_pb2_grpc
 from headrace.v1.trajectory_pb2 import TrajectoryGroup
+from services.trainer.insist import insist
 from tests import processes
 from tests.trainer.gateway import RUN_ID, Gateway, ordinary
 
@@ -102,6 +103,11 @@ class Trainer:
         """Every group that the surviving policy has learned from, in order."""
         return [group for line in self.lines("consumed.jsonl") for group in line["groups"]]
 
+    @property
+    def returned(self) -> list[dict[str, Any]]:
+        """Every group that ended without entering a gradient."""
+        return self.lines("returned.jsonl") if (self.run / "returned.jsonl").exists() else []
+
 
 @contextlib.contextmanager
 def trainer(config: Path) -> Iterator[Trainer]:
@@ -125,7 +131,7 @@ async def serve_tickets(streams: stream.Streams, answer: Answer = ordinary_answe
     """Ends tickets as they come, until it is cancelled."""
     gateway = Gateway(streams)
     while True:
-        for ticket in await streams.claim("hand", 8, 1.0):
+        for ticket in await insist(lambda: streams.claim("hand", 8, 1.0)):
             gateway.claimed.append(ticket)
             await gateway.publish(ticket, answer(ticket, ticket.task.min_policy_version))
 

@@ -9,21 +9,13 @@ import pytest
 from headrace.stream import GroupEntry
 from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
-from services.trainer.batcher import (
-    LEFT_OVER,
-    TOO_FEW_TRAINABLE,
-    TOO_STALE,
-    Batcher,
-    Rules,
-    Unfit,
-    learnable,
-    to_sample,
-)
+from services.trainer.batcher import Batcher, Rules, Unfit, learnable, to_sample
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
 from services.trainer.journal import Journal
 from services.trainer.ledger import Ledger
 from services.trainer.lineage import Lineage
+from services.trainer.returns import LEFT_OVER, TOO_FEW_TRAINABLE, TOO_STALE, Returns
 from services.trainer.status import Status
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.task_order import TaskOrder, TaskSource
@@ -170,7 +162,8 @@ async def bench(streams, tmp_path):
     await feeder.top_up()
     gateway = Gateway(streams)
     await gateway.claim(4)
-    return Batcher(Inbox(streams), feeder, lineage, status, rules()), gateway, lineage, status
+    returns = Returns(Journal(tmp_path / "returned.jsonl"), status, environments={"a"})
+    return Batcher(Inbox(streams), feeder, lineage, returns, rules()), gateway, lineage, status
 
 
 async def take(batcher, count):
@@ -186,7 +179,7 @@ async def test_groups_come_oldest_first(bench, streams):
     assert await streams.ticket_count() == 0  # consumed is not replaced before the step ends
 
 
-async def test_returned_tickets_are_replaced_at_once_and_counted(bench, streams):
+async def test_returned_tickets_are_replaced_at_once_and_counted(bench, streams, tmp_path):
     batcher, gateway, lineage, status = bench
     bad, failed, stale, good = gateway.claimed
     lineage.publish(2)
@@ -201,6 +194,9 @@ async def test_returned_tickets_are_replaced_at_once_and_counted(bench, streams)
     assert [ticket.task.task_id for ticket in replacements] == ["00000004", "00000005", "00000006"]
     assert {ticket.task.min_policy_version for ticket in replacements} == {3}
     assert status.returned_groups == {("a", "malformed"): 1, ("a", TOO_FEW_TRAINABLE): 1, ("a", TOO_STALE): 1}
+    again = Status(RUN_ID, 1)
+    Returns(Journal(tmp_path / "returned.jsonl"), again, environments={"a"})  # as a restarted trainer counts
+    assert again.returned_groups == status.returned_groups
     ((_, reason),) = await streams.dead_letters()
     assert "reward is nan" in reason
     assert await streams.group_ids() == [taken.entry_id]

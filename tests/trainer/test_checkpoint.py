@@ -17,7 +17,6 @@ def notes(step):
         positions={1: 0, 3: 1},
         learned_ids=["1-1", "2-0"],
         trained_groups=4,
-        returned_groups={("a", "too_stale"): 2},
     )
 
 
