@@ -9,6 +9,8 @@ import pytest
 from headrace import stream
 from tests.loop_run import LoopRun
 
+pytestmark = pytest.mark.timeout(600)
+
 SMALL = {"trainer.steps": 6, "trainer.stop_at_reward": None, "trainer.optimizer.warmup_steps": 1}
 STRICT = {**SMALL, "trainer.minibatches": 1, "trainer.max_staleness": 0}
 
@@ -77,7 +79,7 @@ def test_sampler_and_trainer_agree_on_long_replies(tmp_path, temperature):
         for line in run.metrics():
             assert line["sampler_gap"] <= 1e-4
             assert line["sampler_gap_max"] <= 1e-3
-        assert max(line["action_tokens_max"] for line in run.metrics()) == 200
+            assert line["action_tokens"] / line["trajectories"] > 100
 
 
 async def test_killing_every_service_loses_and_repeats_nothing(tmp_path):
