@@ -13,7 +13,7 @@ BASE_IMAGE ?= python:3.12-slim
 TAG ?= 0.1.0
 COMPOSE := BASE_IMAGE=$(BASE_IMAGE) TAG=$(TAG) $(K8S)/venv/bin/docker-compose
 
-.PHONY: help install proto demo demo-calculator demo-smollm2 test test-slow test-k8s test-containers chart images compose-demo sbom audit lint format lock clean
+.PHONY: help install proto demo demo-calculator demo-smollm2 test test-slow test-k8s test-containers chart metrics images compose-demo sbom audit lint format lock clean
 
 help: ## shows this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test-k8s: install $(K8S)/.installed ## the Helm chart: rendered by real helm, ag
 
 chart: install $(K8S)/.installed ## generates the chart's schema of run files, and k8s/manifests
 	$(RUN) -m tools.update_chart $(K8S)/bin/helm
+
+metrics: install ## writes docs/metrics.md from the code
+	$(RUN) -m tools.document_metrics
 
 $(K8S)/.installed: requirements-k8s.lock tools/install_k8s.sh tools/get_helm.py
 	PYTHON="$(PYTHON)" sh tools/install_k8s.sh $(K8S)

@@ -120,6 +120,7 @@ MATRIX: dict[str, tuple[str, ...]] = {
         'environment.autoscaling.kind="hpa"',
         'monitoring.metricFormat="prometheus.googleapis.com|%s|gauge"',
         "monitoring.serviceMonitor=true",
+        "monitoring.dashboard=true",
     ),
     "keda-with-password": (
         "laptop",

@@ -1,39 +1,14 @@
 """Autoscalers ask for what our services really export: metrics by their names, and the ticket lag of a real Redis."""
 
-import importlib
 import re
 
-import prometheus_client
 import pytest
 import redis.asyncio
 
 from headrace.stream import Streams
 from headrace.v1.trajectory_pb2 import Task, TrajectoryGroup
 from tests.k8s.rendering import find, matrix
-
-
-def exported(service):
-    """Names of the metrics that a service's module of metrics defines."""
-    module = importlib.import_module(f"services.{service}.metrics")
-    if service != "inference":
-        return {
-            sample
-            for value in vars(module).values()
-            if isinstance(value, prometheus_client.metrics.MetricWrapperBase)
-            for family in value.describe()
-            for sample in (family.name, f"{family.name}_total", f"{family.name}_bucket")
-        }
-
-    class Load:
-        running = waiting = kv_used_tokens = kv_capacity_tokens = 0
-
-    class Engine:
-        load = Load()
-        generated_tokens = prompt_tokens = policy_version = 0
-
-    metrics = module.Metrics()
-    metrics.source = Engine()
-    return set(re.findall(r"^(headrace_\w+)", metrics.text().decode(), re.MULTILINE))
+from tools import document_metrics
 
 
 def asked(objects):
@@ -45,7 +20,7 @@ def asked(objects):
 
 @pytest.mark.parametrize("name", ["hpa", "keda-with-password", "v6e-8", "leader-worker-set"])
 def test_metrics_are_exported(name):
-    known = {name for service in ("rollout", "envs", "inference") for name in exported(service)}
+    known = {sample for family in document_metrics.families() for sample in family.samples}
     names = asked(matrix(name))
     assert names and names <= known
 
