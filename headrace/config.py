@@ -273,6 +273,11 @@ class Redis(_Section):
     url: str = Field("", description="redis://host:port/db; empty: `headrace run` starts a server")
     timeout_s: Seconds = 10.0
 
+    @property
+    def place(self) -> str:
+        """The url without user, password and options: for messages."""
+        return re.sub(r"//.*@", "//", self.url.partition("?")[0])
+
 
 class Telemetry(_Section):
     """Logs, metrics and the reward plot."""

@@ -109,3 +109,9 @@ def test_text_values_take_environment_variables():
     assert loaded.redis.url == "rediss://:a$b@h:1/0"
     with pytest.raises(config.ConfigError, match=r"redis\.url: the environment variable DB is not set"):
         config.load(path, overrides=overrides, variables={"PASSWORD": ""})
+
+
+def test_messages_name_redis_without_its_password():
+    url = "rediss://user:p@ss@h:1/0?ssl_ca_certs=/a&password=b"
+    assert config.Redis(url=url).place == "rediss://h:1/0"
+    assert config.Redis(url="redis://h:1/0").place == "redis://h:1/0"

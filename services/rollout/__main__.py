@@ -112,7 +112,7 @@ def _connect(settings: config.Redis) -> Any:
     try:
         return connect(settings.url, timeout_s=settings.timeout_s)
     except ValueError as error:
-        raise StartupError(f"redis.url {settings.url!r} is no address ({error}); use redis://host:port/db") from error
+        raise StartupError(f"redis.url {settings.place!r} is no address ({error}); use redis://host:port/db") from error
 
 
 async def _open(streams: Streams, settings: config.Redis) -> None:
@@ -126,7 +126,7 @@ async def _open(streams: Streams, settings: config.Redis) -> None:
         except (RedisError, TimeoutError) as error:
             if time.monotonic() > deadline_s:
                 line = " ".join(str(error).split()) or "no reply"
-                message = f"Redis at {settings.url} cannot be used ({line}); start it, or correct redis.url"
+                message = f"Redis at {settings.place} cannot be used ({line}); start it, or correct redis.url"
                 raise StartupError(message) from error
             await asyncio.sleep(0.2)
 

@@ -307,7 +307,7 @@ async def _open_streams(config: Config) -> stream.Streams:
             await insist(streams.open)
     except TimeoutError as error:
         raise StartupError(
-            f"redis.url: no Redis answered at {config.redis.url} within {timeout_s:g} s; start one or correct the url"
+            f"redis.url: no Redis answered at {config.redis.place} within {timeout_s:g} s; start one or correct the url"
         ) from error
     return streams
 
