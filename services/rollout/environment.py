@@ -30,6 +30,7 @@ from services.rollout import metrics
 
 _ROLES_OF_A_PROMPT = frozenset({"system", "user", "assistant", "tool"})
 _ROLES_OF_AN_ANSWER = frozenset({"user", "tool"})
+_CLOSE_TIMEOUT_S = 1.0
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.NOT_FOUND,
@@ -70,8 +71,10 @@ class Environment:
     async def session(self) -> AsyncIterator[Session]:
         """A stream to some replica; it ends with the body, and with it the replica's episode."""
         call = self._stub.Interact(wait_for_ready=True)
+        session = Session(call, self._settings)
         try:
-            yield Session(call, self._settings)
+            yield session
+            await session.close()
         except EnvironmentFailure as failure:
             metrics.environment_failures.labels(self.name, failure.reason).inc()
             raise
@@ -105,6 +108,13 @@ class Session:
         step = await self._exchange(pb.InteractRequest(action=action), self._settings.step_timeout_s, "step")
         self._check(step, _ROLES_OF_AN_ANSWER)
         return step
+
+    async def close(self) -> None:
+        """Tells the server that no more actions come; waits a moment for its end of the stream."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._call.done_writing()
+                await self._call.read()
 
     async def _exchange(self, request: pb.InteractRequest, timeout_s: float, what: str) -> pb.InteractResponse:
         try:

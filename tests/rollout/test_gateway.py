@@ -11,6 +11,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import aiohttp
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.exceptions import RedisError
@@ -57,14 +58,19 @@ class Cluster:
             self.client, self.config.run.id, claim_timeout_s=self.config.rollout.claim_timeout_s
         )
 
-    def gateway(self, name="gateway-0"):
-        """A running gateway, and its address."""
+    def gateway(self, name="gateway-0", *, run_id=""):
+        """A running gateway, and its address; of another run, where so asked."""
+        run_file = self.run_file
+        if run_id:
+            run_file = self.folder / f"{run_id}.yaml"
+            run = self.config.model_copy(update={"run": self.config.run.model_copy(update={"id": run_id})})
+            run_file.write_text(config.dump(run))
         port, metrics = processes.free_port(), processes.free_port()
         process = self._start(
             name,
             processes.service(
                 "rollout",
-                *("--config", str(self.run_file), "--name", name),
+                *("--config", str(run_file), "--name", name),
                 *("--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics}"),
             ),
             port,
@@ -78,9 +84,18 @@ class Cluster:
         processes.wait_until(lambda: processes.listening(port), timeout_s=30, process=process)
         return process
 
-    async def issue(self, count):
+    async def issue(self, count, *, held=False):
+        """Issues tickets; the engine holds what is sampled for them until `release`, where so asked."""
         await self.streams.open()
-        await self.streams.issue([task(number) for number in range(count)], first_sequence=0)
+        tasks = [task(number, min_policy_version=int(held)) for number in range(count)]
+        await self.streams.issue(tasks, first_sequence=0)
+
+    async def release(self):
+        """The engine has the weights that held tickets wait for."""
+        async with aiohttp.ClientSession() as session:
+            url = f"http://{self.config.inference.addresses[0]}/policy_version"
+            async with session.post(url, json={"policy_version": 1}) as response:
+                assert response.status == 200
 
     async def groups(self, count, *, timeout_s=60):
         """All groups once there are `count`; each can be true."""
@@ -109,17 +124,18 @@ def each_once(groups, count):
 
 
 async def test_a_killed_gateways_tickets_are_finished_by_another(cluster):
-    run = cluster({**RANDOM, "delay_s": 0.4}, rollout__claim_timeout_s=1, rollout__max_concurrent_episodes=16)
-    first = run.gateway("gateway-0")
-    await run.issue(24)
-    await eventually(lambda: _metric(first, "running_groups") > 0)
-    second = run.gateway("gateway-1")
-    await eventually(lambda: _metric(second, "running_groups") > 0)
+    run = cluster(RANDOM, rollout__claim_timeout_s=1, rollout__max_concurrent_episodes=16)
+    first, second = run.gateway("gateway-0"), run.gateway("gateway-1")
+    await run.issue(24, held=True)
+    for gateway in (first, second):
+        await eventually(lambda gateway=gateway: _metric(gateway, "running_groups") == 8, timeout_s=30)
     first.kill()
+    await run.release()
     groups = await run.groups(24)
     assert each_once(groups, 24) and await run.streams.ticket_count() == 0
+    assert {group.gateway for group in groups} == {"gateway-1"}
     assert all(records.is_trainable(trajectory) for group in groups for trajectory in group.trajectories)
-    assert _metric(second, 'claimed_tickets_total{how="taken_over"}') > 0
+    assert _metric(second, 'claimed_tickets_total{how="taken_over"}') == 8
 
 
 async def test_redis_may_restart_in_the_middle(cluster):
@@ -150,29 +166,31 @@ async def test_an_engine_and_an_environment_server_may_be_killed_and_come_back(c
 
 
 async def test_health_answers_while_256_episodes_run(cluster):
-    run = cluster(RANDOM, rollout__max_concurrent_episodes=256, rollout__group_size=8)
-    gateway = run.gateway()
-    await run.issue(400)
-    await eventually(lambda: _metric(gateway, "running_episodes") > 200)
-    latencies = []
-    async with rpc.channel(gateway.address) as channel:
-        health = _health(channel)
-        await health()
-        while len(latencies) < 300 and await run.streams.ticket_count() > 40:
-            start_s = time.perf_counter()
-            await health()
-            latencies.append(time.perf_counter() - start_s)
-            await asyncio.sleep(0.005)
-    assert each_once(await run.groups(400), 400)
-    assert len(latencies) >= 50
-    p99_s = statistics.quantiles(latencies, n=100)[98]
-    print(f"health p50 {statistics.median(latencies) * 1e3:.1f} ms, p99 {p99_s * 1e3:.1f} ms, n {len(latencies)}")
-    assert p99_s < 0.2
+    script = {**RANDOM, "lognormal_mean_s": 0.5, "lognormal_sigma": 0.5}
+    run = cluster(script, rollout__max_concurrent_episodes=256, rollout__group_size=8)
+    busy, idle = run.gateway(), run.gateway("idle", run_id="nobody")
+    await run.issue(96)
+    await eventually(lambda: _metric(busy, "running_episodes") > 240, timeout_s=30)
+    latencies = {busy: [], idle: []}
+    async with rpc.channel(busy.address) as busy_channel, rpc.channel(idle.address) as idle_channel:
+        health = {busy: _health(busy_channel), idle: _health(idle_channel)}
+        while await run.streams.ticket_count() >= 32:
+            for gateway, check in health.items():
+                start_s = time.perf_counter()
+                await check()
+                latencies[gateway].append(time.perf_counter() - start_s)
+            await asyncio.sleep(0.01)
+    assert each_once(await run.groups(96), 96)
+    busy_s, idle_s = (statistics.quantiles(values[1:], n=100)[98] for values in latencies.values())
+    print(f"health p99: {busy_s * 1e3:.1f} ms busy, {idle_s * 1e3:.1f} ms idle, of {len(latencies[busy])}")
+    assert len(latencies[busy]) >= 50
+    # What an idle gateway's health takes beside it is the machine's doing, not the event loop's.
+    assert busy_s < max(0.2, 3 * idle_s)
 
 
 async def test_two_thousand_episodes_at_once_in_bounded_memory(cluster):
     run = cluster(
-        {**RANDOM, "delay_s": 4.0},
+        RANDOM,
         rollout__max_concurrent_episodes=2000,
         rollout__group_size=8,
         environments__guess_number__max_concurrent_episodes=2000,
@@ -180,9 +198,11 @@ async def test_two_thousand_episodes_at_once_in_bounded_memory(cluster):
     )
     gateway = run.gateway()
     empty_bytes = _memory_bytes(gateway.pid)
-    await run.issue(250)
-    await eventually(lambda: _metric(gateway, "running_episodes") == 2000, timeout_s=30)
+    await run.issue(250, held=True)
+    await eventually(lambda: _metric(gateway, "running_episodes") == 2000, timeout_s=60)
+    await asyncio.sleep(1)
     full_bytes = _memory_bytes(gateway.pid)
+    await run.release()
     assert each_once(await run.groups(250), 250)
     per_episode = (full_bytes - empty_bytes) / 2000
     print(f"{per_episode / 1024:.0f} KiB an episode, {full_bytes / 2**20:.0f} MiB in all")
@@ -190,24 +210,25 @@ async def test_two_thousand_episodes_at_once_in_bounded_memory(cluster):
 
 
 async def test_sigterm_drains_and_exits_with_zero(cluster):
-    run = cluster({**RANDOM, "delay_s": 0.5}, environments__guess_number__options={"numbers": 8, "turns": 1})
+    run = cluster(RANDOM)
     gateway = run.gateway()
-    await run.issue(3)
+    await run.issue(3, held=True)
     await eventually(lambda: _metric(gateway, "running_groups") == 3)
     gateway.terminate()
-    await asyncio.to_thread(gateway.wait, 15)
-    assert gateway.wait(1) == 0
+    await asyncio.sleep(0.5)
+    assert gateway.running
+    await run.release()
+    assert await asyncio.to_thread(gateway.wait, 20) == 0
     assert each_once(await run.groups(3), 3)
 
 
 async def test_sigterm_gives_back_what_does_not_end(cluster):
-    run = cluster({**RANDOM, "delay_s": 60}, rollout__drain_timeout_s=0.5, rollout__claim_timeout_s=60)
+    run = cluster(RANDOM, rollout__drain_timeout_s=0.5, rollout__claim_timeout_s=60)
     gateway = run.gateway()
-    await run.issue(2)
+    await run.issue(2, held=True)
     await eventually(lambda: _metric(gateway, "running_groups") == 2)
     gateway.terminate()
-    await asyncio.to_thread(gateway.wait, 15)
-    assert gateway.wait(1) == 0
+    assert await asyncio.to_thread(gateway.wait, 20) == 0
     assert len(await run.streams.take_over("other", 9)) == 2
 
 
