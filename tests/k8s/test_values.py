@@ -105,7 +105,7 @@ def test_notes_tell_the_next_three_commands():
     done = helm("install", "run", str(CHART), "--dry-run=client", "--values", str(VALUES / "v5p-multi-host.yaml"))
     notes = done.stdout[done.stdout.index("NOTES:") :]
     for command in (
-        "rollout status deployment/run-headrace-gateway",
+        "rollout status deployment/run-headrace-inference",
         "helm test run",
         "logs --follow",
         "delete jobset",
