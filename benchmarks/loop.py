@@ -40,7 +40,7 @@ from tests.processes import ROOT
 
 BATCH, GROUP, CONCURRENCY = 4, 4, 64
 TURNS, LATENCY_S, SIGMA, GENERATION_S = 4, 0.5, 1.0, 0.05
-ACTION_TOKENS, VOCABULARY = 16, 512
+ACTION_TOKENS, VOCABULARY, LAYERS = 16, 512, 4
 OBSERVED_WORDS = ("guess", "a", "number", "higher", "found")
 
 
@@ -132,6 +132,7 @@ def measure_tunix(steps: int) -> Loop:
     print(f"running Tunix {tunix_venv.VERSION}", file=sys.stderr)
     command = [str(python), "-m", "benchmarks.tunix_agentic", "--steps", str(steps), "--batch", str(BATCH)]
     command += ["--group", str(GROUP), "--concurrency", str(CONCURRENCY), "--turns", str(TURNS)]
+    command += ["--layers", str(LAYERS)]
     command += ["--latency", str(LATENCY_S), "--sigma", str(SIGMA), "--generation", str(GENERATION_S)]
     answer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     values = json.loads(answer.stdout.splitlines()[-1])
@@ -147,7 +148,7 @@ def run_config(folder: Path, staleness: int, steps: int, engine_port: int, train
                 "architecture": "LlamaForCausalLM",
                 "hidden_size": 256,
                 "intermediate_size": 1024,
-                "num_hidden_layers": 4,
+                "num_hidden_layers": LAYERS,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "head_dim": 64,

@@ -1,6 +1,6 @@
 """Drives Tunix's agentic GRPO learner on sleeps: the rival of benchmarks/loop.py, run by Tunix's own interpreter.
 
-Generation is a sleep and so is the environment; the training step is real, on a Llama of 4 layers and 4 M parameters,
+Generation is a sleep and so is the environment; the training step is real, on a Llama of 256 units,
 with actor and rollout on two virtual CPU devices so that weights are really synchronised. Tunix itself is unchanged:
 only its `generate` is replaced and its calls are timed. Prints one JSON object; exits with 3 when nothing moves.
 """
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> Result:
     with actor_mesh:
         model = llama.Llama3(
             llama.ModelConfig(
-                num_layers=4,
+                num_layers=options.layers,
                 vocab_size=VOCABULARY,
                 embed_dim=256,
                 hidden_dim=1024,
@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4, help="trajectories of a group")
     parser.add_argument("--concurrency", type=int, default=64, help="episodes at once")
     parser.add_argument("--off-policy-steps", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--latency", type=float, default=0.5, help="mean seconds of an environment's step")
     parser.add_argument("--sigma", type=float, default=1.0, help="of its lognormal distribution")
