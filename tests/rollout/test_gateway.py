@@ -58,19 +58,14 @@ class Cluster:
             self.client, self.config.run.id, claim_timeout_s=self.config.rollout.claim_timeout_s
         )
 
-    def gateway(self, name="gateway-0", *, run_id=""):
-        """A running gateway, and its address; of another run, where so asked."""
-        run_file = self.run_file
-        if run_id:
-            run_file = self.folder / f"{run_id}.yaml"
-            run = self.config.model_copy(update={"run": self.config.run.model_copy(update={"id": run_id})})
-            run_file.write_text(config.dump(run))
+    def gateway(self, name="gateway-0"):
+        """A running gateway, and its address."""
         port, metrics = processes.free_port(), processes.free_port()
         process = self._start(
             name,
             processes.service(
                 "rollout",
-                *("--config", str(run_file), "--name", name),
+                *("--config", str(self.run_file), "--name", name),
                 *("--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics}"),
             ),
             port,
@@ -168,24 +163,23 @@ async def test_an_engine_and_an_environment_server_may_be_killed_and_come_back(c
 async def test_health_answers_while_256_episodes_run(cluster):
     script = {**RANDOM, "lognormal_mean_s": 0.5, "lognormal_sigma": 0.5}
     run = cluster(script, rollout__max_concurrent_episodes=256, rollout__group_size=8)
-    busy, idle = run.gateway(), run.gateway("idle", run_id="nobody")
+    gateway = run.gateway()
     await run.issue(96)
-    await eventually(lambda: _metric(busy, "running_episodes") > 240, timeout_s=30)
-    latencies = {busy: [], idle: []}
-    async with rpc.channel(busy.address) as busy_channel, rpc.channel(idle.address) as idle_channel:
-        health = {busy: _health(busy_channel), idle: _health(idle_channel)}
+    await eventually(lambda: _metric(gateway, "running_episodes") > 240, timeout_s=30)
+    latencies = []
+    async with rpc.channel(gateway.address) as channel:
+        health = _health(channel)
+        await health()
         while await run.streams.ticket_count() >= 32:
-            for gateway, check in health.items():
-                start_s = time.perf_counter()
-                await check()
-                latencies[gateway].append(time.perf_counter() - start_s)
+            start_s, waited_s = time.perf_counter(), _waited_s(gateway.pid)
+            await health()
+            # Time in which a busy machine gave the gateway no processor is not the event loop's.
+            latencies.append(time.perf_counter() - start_s - (_waited_s(gateway.pid) - waited_s))
             await asyncio.sleep(0.01)
     assert each_once(await run.groups(96), 96)
-    busy_s, idle_s = (statistics.quantiles(values[1:], n=100)[98] for values in latencies.values())
-    print(f"health p99: {busy_s * 1e3:.1f} ms busy, {idle_s * 1e3:.1f} ms idle, of {len(latencies[busy])}")
-    assert len(latencies[busy]) >= 50
-    # What an idle gateway's health takes beside it is the machine's doing, not the event loop's.
-    assert busy_s < max(0.2, 3 * idle_s)
+    p99_s = statistics.quantiles(latencies, n=100)[98]
+    print(f"health p50 {statistics.median(latencies) * 1e3:.1f} ms, p99 {p99_s * 1e3:.1f} ms of {len(latencies)}")
+    assert len(latencies) >= 50 and p99_s < 0.2
 
 
 async def test_two_thousand_episodes_at_once_in_bounded_memory(cluster):
@@ -329,6 +323,12 @@ def _metric(process, name):
 def _memory_bytes(pid):
     """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def _waited_s(pid):
+    """Seconds that the process's main thread was ready to run and did not."""
+    statistics_file = Path(f"/proc/{pid}/schedstat")
+    return int(statistics_file.read_text().split()[1]) / 1e9 if statistics_file.exists() else 0.0
 
 
 def _health(channel):
