@@ -40,7 +40,8 @@ from tests.processes import ROOT
 
 BATCH, GROUP, CONCURRENCY = 4, 4, 64
 TURNS, LATENCY_S, SIGMA, GENERATION_S = 4, 0.5, 1.0, 0.05
-ACTION_TOKENS, VOCABULARY, LAYERS = 16, 512, 4
+ACTION_TOKENS, VOCABULARY = 16, 512
+LAYERS = 8  # makes training about as long as rollout, which is where waiting for each other would cost the most
 OBSERVED_WORDS = ("guess", "a", "number", "higher", "found")
 
 
