@@ -21,14 +21,14 @@ class Figure:
     unit: str
 
 
-def write(name: str, figures: Sequence[Figure]) -> Path:
-    """Writes results/<name>.json: {metric: {"ours", "rival", "limit", "unit"}}."""
-    FOLDER.mkdir(exist_ok=True)
+def write(name: str, figures: Sequence[Figure], *, folder: Path = FOLDER) -> Path:
+    """Writes <name>.json, {metric: {"ours", "rival", "limit", "unit"}}, and returns its path."""
+    folder.mkdir(exist_ok=True)
     content = {
         figure.metric: {"ours": figure.ours, "rival": figure.rival, "limit": figure.limit, "unit": figure.unit}
         for figure in figures
     }
-    path = FOLDER / f"{name}.json"
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 
