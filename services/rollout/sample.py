@@ -56,18 +56,26 @@ def read_reply(
         raise BadReply(f"completion_tokens is {count} for {len(ids)} tokens")
     if len(ids) > max_new_tokens or (not ids and reason != pb.FINISH_REASON_ABORT):
         raise BadReply(f"{len(ids)} tokens where 1 to {max_new_tokens} were asked for")
-    if not all(type(number) is int for span in spans for number in span) or any(length < 1 for _, length in spans):
-        raise BadReply(f"policy_versions is {spans}")
-    if sum(length for _, length in spans) != len(ids):
-        raise BadReply(f"policy_versions covers {sum(length for _, length in spans)} of {len(ids)} tokens")
-    if any(version < min_policy_version for version, _ in spans):
-        raise BadReply(f"policy_versions {spans} are older than {min_policy_version}")
+    covered = 0
+    for version, length in spans:
+        if type(version) is not int or type(length) is not int or length < 1:
+            raise BadReply(f"policy_versions is {spans}")
+        if version < min_policy_version:
+            raise BadReply(f"policy_versions {spans} are older than {min_policy_version}")
+        covered += length
+    if covered != len(ids):
+        raise BadReply(f"policy_versions covers {covered} of {len(ids)} tokens")
     if not isinstance(extra_key, str):
         raise BadReply(f"extra_key is {extra_key!r}")
     if ids:
-        if not all(type(token) is int for token in ids) or min(ids) < 0 or max(ids) >= vocabulary_size:
+        # Loops in C: an action may have thousands of tokens.
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary_size:
             raise BadReply(f"output_ids holds what is no token of 0..{vocabulary_size - 1}")
-        if not all(type(value) in (float, int) and math.isfinite(value) for value in logprobs) or max(logprobs) > 1e-3:
+        if (
+            not set(map(type, logprobs)) <= {float, int}
+            or not all(map(math.isfinite, logprobs))
+            or max(logprobs) > 1e-3
+        ):
             raise BadReply("output_token_logprobs holds what is no log-probability")
     return Sample(ids, logprobs, spans, reason), extra_key
 

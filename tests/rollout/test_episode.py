@@ -1,72 +1,28 @@
 """The loop, with a real tokenizer, over real HTTP and gRPC: tokens are exact, statuses are honest."""
 
 import asyncio
-import contextlib
+import functools
 
-import grpc
 import numpy as np
 import pytest
 
 from headrace import trajectory as records
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.trajectory_pb2 import Message
-from services.rollout.episode import Sampling, group_size, run_episode, run_group, sampling_of
+from services.rollout.episode import Sampling, group_size, run_group, sampling_of
 from tests.engine_script import Script
 from tests.rollout import rig
+from tests.rollout.episodes import ids, outcome, start_episodes
 from tests.rollout.rig import END, VOCABULARY_SIZE, task
-from tests.rollout.scripted_environment import Abort, ScriptedEnvironment, says, turns
-from tests.scripted_engine import ScriptedEngine
+from tests.rollout.scripted_environment import ScriptedEnvironment, says, turns
 
 PROMPT = [4, 7, 8, 9, 5]  # <user> guess a number <assistant>
 HIGHER = [4, 10, 5]  # <user> higher <assistant>
 
 
-class Episodes:
-    """Runs episodes of a play against a scripted engine."""
-
-    def __init__(self, engine, environment, world):
-        self.engine, self.environment, self.world = engine, environment, world
-        self.vocabulary_size = world.engines._vocabulary_size
-
-    def action(self, text):
-        return self.world.renderer.action(Message(role="assistant", content=text))
-
-    async def run(self, task_=None, **options):
-        trajectory = await run_episode(
-            task_ or task(),
-            "t",
-            world=self.world,
-            sampling=Sampling(1.0, self.world.settings.max_action_tokens),
-            queued_s=asyncio.get_running_loop().time(),
-            **options,
-        )
-        purpose = task_.purpose if task_ else pb.PURPOSE_TRAINING
-        records.check_trajectory(trajectory, purpose=purpose, vocabulary_size=self.vocabulary_size)
-        return trajectory
-
-
 @pytest.fixture
 def episodes(tmp_path):
-    @contextlib.asynccontextmanager
-    async def start(play, script=None, *, policy_version=3, policy=None, **overrides):
-        engine = await ScriptedEngine.start(script, policy_version=policy_version, policy=policy)
-        environment = await ScriptedEnvironment.start(play)
-        try:
-            async with rig.world(tmp_path, engines=[engine.url], environment=environment.address, **overrides) as world:
-                yield Episodes(engine, environment, world)
-        finally:
-            await environment.stop()
-            await engine.stop()
-
-    return start
-
-
-def ids(data):
-    return records.token_ids(data).tolist()
-
-
-def outcome(trajectory):
-    return pb.EpisodeStatus.Name(trajectory.status).removeprefix("EPISODE_STATUS_")
+    return functools.partial(start_episodes, tmp_path)
 
 
 async def test_the_ids_that_are_trained_are_the_ids_that_the_engine_saw(episodes):
@@ -233,135 +189,6 @@ async def test_the_time_limit_before_any_reward_is_no_reward(episodes):
         assert outcome(trajectory) == "TRUNCATED_TIME" and not trajectory.turns
         assert not records.is_trainable(trajectory) and records.total_reward(trajectory) is None
         await rig.eventually(lambda: not run.engine._running)
-
-
-@pytest.mark.parametrize(
-    ("play", "script", "status", "word"),
-    [
-        ("hangs_at_reset", Script(), "ENVIRONMENT_ERROR", "did not reset"),
-        ("busy", Script(), "ENVIRONMENT_ERROR", "RESOURCE_EXHAUSTED"),
-        ("sound", Script(draining=True), "ENGINE_ERROR", "no engine is ready"),
-        ("sound", Script(fault="500", fault_rate=1), "ENGINE_ERROR", "500 by the script"),
-    ],
-)
-async def test_the_time_limit_blames_who_failed_before_it(episodes, play, script, status, word):
-    async def hangs_at_reset(_task, _session):
-        await asyncio.sleep(60)
-        yield says("a")
-
-    async def busy(_task, _session):
-        raise Abort(grpc.StatusCode.RESOURCE_EXHAUSTED)
-        yield
-
-    plays = {"hangs_at_reset": hangs_at_reset, "busy": busy, "sound": turns(1)}
-    async with episodes(plays[play], script, rollout__episode_timeout_s=0.6, rollout__engine_attempts=99) as run:
-        trajectory = await run.run()
-    assert outcome(trajectory) == status and word in trajectory.status_detail
-    assert not records.is_trainable(trajectory)
-
-
-def breaks(kind, sessions):
-    """Breaks in the given sessions (numbers), each after two good turns; else ends well."""
-
-    async def play(_task, session):
-        yield says("guess a number")
-        yield says("higher", 0.125)
-        if session in sessions:
-            match kind:
-                case "raises":
-                    raise Abort(grpc.StatusCode.INTERNAL, "out of fuel")
-                case "dies":
-                    raise Abort(grpc.StatusCode.UNAVAILABLE)
-                case "hangs":
-                    await asyncio.sleep(60)
-                case "nan":
-                    yield says("higher", float("nan"))
-                case "no_reward":
-                    return
-        yield says("found", 1.0, terminated=True)
-
-    return play
-
-
-@pytest.mark.parametrize("kind", ["raises", "dies", "hangs", "nan", "no_reward"])
-async def test_a_failed_session_is_replaced_by_a_fresh_one(episodes, kind):
-    async with episodes(
-        breaks(kind, {1, 2}), Script(tokens="random"), environments__guess_number__step_timeout_s=0.2
-    ) as run:
-        trajectory = await run.run()
-    assert outcome(trajectory) == "COMPLETED" and trajectory.attempts == 3
-    assert records.total_reward(trajectory) == 1.125 and len(trajectory.turns) == 2
-    assert len(trajectory.messages) == 5
-    assert run.environment.tasks == [task()] * 3
-    assert run.engine.requests[-1]["input_ids"][:5] == PROMPT
-
-
-@pytest.mark.parametrize(
-    ("kind", "word"),
-    [
-        ("raises", "INTERNAL: out of fuel"),
-        ("dies", "UNAVAILABLE"),
-        ("hangs", "within 0.2 s"),
-        ("nan", "reward is nan"),
-    ],
-)
-async def test_an_environment_that_keeps_failing_is_an_error_and_no_reward(episodes, kind, word):
-    async with episodes(
-        breaks(kind, {1, 2, 3}), Script(tokens="random"), environments__guess_number__step_timeout_s=0.2
-    ) as run:
-        trajectory = await run.run()
-    assert outcome(trajectory) == "ENVIRONMENT_ERROR" and word in trajectory.status_detail
-    assert trajectory.attempts == 3 and not trajectory.terminated and not trajectory.truncated
-    assert not records.is_trainable(trajectory)
-
-
-async def test_an_end_without_any_reward_is_refused(episodes):
-    async def play(_task, _session):
-        yield says("guess a number")
-        yield says("found", terminated=True)
-
-    async with episodes(play, Script(tokens="random")) as run:
-        trajectory = await run.run()
-    assert outcome(trajectory) == "ENVIRONMENT_ERROR" and "without giving any reward" in trajectory.status_detail
-
-
-async def test_a_refused_task_is_tried_once(episodes):
-    async def play(_task, _session):
-        raise Abort(grpc.StatusCode.NOT_FOUND, "no such split")
-        yield
-
-    async with episodes(play) as run:
-        trajectory = await run.run()
-    assert outcome(trajectory) == "ENVIRONMENT_ERROR" and "no such split" in trajectory.status_detail
-    assert trajectory.attempts == 1 and len(run.environment.tasks) == 1
-
-
-async def test_a_busy_environment_costs_no_attempt(episodes):
-    async def play(_task, session):
-        if session < 6:
-            raise Abort(grpc.StatusCode.RESOURCE_EXHAUSTED)
-        yield says("guess a number")
-        yield says("found", 1.0, terminated=True)
-
-    async with episodes(play, Script(tokens="random")) as run:
-        trajectory = await run.run()
-    assert outcome(trajectory) == "COMPLETED" and trajectory.attempts == 1
-
-
-@pytest.mark.parametrize("fault", ["500", "cut", "garbage", "wrong_spans", "nan_logprobs"])
-async def test_an_engine_that_recovers_costs_nothing(episodes, fault):
-    async with episodes(turns(2), Script(tokens="random", faults=[fault, "ok", fault, fault])) as run:
-        trajectory = await run.run()
-    assert outcome(trajectory) == "COMPLETED" and trajectory.attempts == 1 and len(trajectory.turns) == 2
-
-
-@pytest.mark.parametrize(("fault", "word"), [("500", "2 calls failed"), ("hang", "no reply"), ("400", "refused")])
-async def test_an_engine_that_does_not_is_an_error(episodes, fault, word):
-    script = Script(fault=fault, fault_rate=1)
-    async with episodes(turns(2), script, rollout__engine_attempts=2, rollout__engine_timeout_s=0.2) as run:
-        trajectory = await run.run()
-        assert outcome(trajectory) == "ENGINE_ERROR" and word in trajectory.status_detail
-        await rig.eventually(lambda: run.environment.open == 0)
 
 
 async def test_a_malformed_tool_call_goes_to_the_environment(episodes):
