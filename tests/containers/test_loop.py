@@ -4,6 +4,9 @@ import pytest
 
 from tests.containers.conftest import STEPS
 
+# The first test waits for everything to start, the last for every service to start again.
+pytestmark = pytest.mark.timeout(1800)
+
 SERVICES = ("environment", "trainer", "inference", "gateway")
 
 
