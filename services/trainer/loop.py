@@ -1,7 +1,7 @@
 """The training loop.
 
     ┌─▶ wait for groups ─▶ accumulate, as they arrive ─▶ update     once a minibatch
-    │   publish a new version ─▶ report ─▶ top up the tickets ─▶ commit when due
+    │   publish a new version ─▶ top up the tickets ─▶ report ─▶ commit when due
     └── until the last step, the wished-for reward or a signal
 
 It waits for groups alone (that is the trainer's idle time); everything else it does itself. The device works in the
@@ -58,6 +58,7 @@ class Loop:
         self._settings, self._policy, self._feeder, self._batcher = settings, policy, feeder, batcher
         self._ledger, self._publisher, self._committer, self._reporter = ledger, publisher, committer, reporter
         self._status, self._compute = status, compute
+        self._watch = Stopwatch()  # of the step in progress and of what came after the last report
         self._rewards = deque(recent_rewards, maxlen=settings.stop_window)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -68,6 +69,7 @@ class Loop:
                 stands.
         """
         await self._feeder.top_up()
+        self._watch = Stopwatch()
         while not self.finished and not stop.is_set():
             await self._step(stop)
         await self._committer.commit()
@@ -82,7 +84,7 @@ class Loop:
         )
 
     async def _step(self, stop: asyncio.Event) -> None:
-        watch, grace = Stopwatch(), _Grace(stop)
+        watch, grace = self._watch, _Grace(stop)
         groups: list[LearnableGroup] = []
         for _ in range(self._settings.minibatches):
             self._status.phase = pb.TRAINER_PHASE_WAITING
@@ -105,12 +107,13 @@ class Loop:
         with watch.measure("publishing"):
             await self._publisher.publish(self._policy.state.parameters)
         await self._feeder.top_up()
-        with watch.measure("committing"):
+        report = step_report(self._status, groups, measured, watch)
+        self._reporter.write(report)  # before the commit: a step that is never repeated must have been told
+        self._rewards.append(report.reward_mean)
+        self._watch = Stopwatch()
+        with self._watch.measure("committing"):
             if self._committer.due:
                 await self._committer.commit()
-        report = step_report(self._status, groups, measured, watch)
-        self._reporter.write(report)
-        self._rewards.append(report.reward_mean)
 
     @property
     def _groups_per_minibatch(self) -> int:

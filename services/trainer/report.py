@@ -35,6 +35,7 @@ class StepReport:
     packing_s: float
     compute_s: float
     publishing_s: float
+    # For the checkpoint of the step before, if there was one.
     committing_s: float
     # Share of step_s spent waiting for groups.
     idle_fraction: float

@@ -32,6 +32,9 @@ class Engines:
 
     def enter(self, engine: str, held: int) -> None:
         """An engine begins to watch."""
+        now = time.monotonic()
+        for gone in [name for name in self._held if not self._is_here(name, now)]:
+            del self._held[gone], self._watching[gone], self._left[gone]
         self._held[engine] = held
         self._watching[engine] = self._watching.get(engine, 0) + 1
         self._news.set()
@@ -44,17 +47,17 @@ class Engines:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Version by engine, of those that watch or did a short while ago; 0 is none."""
+        """Version by engine, of those that watch or did a short while ago; 0 is none. Any thread may ask."""
         now = time.monotonic()
-        for engine in [name for name, watches in self._watching.items() if not watches]:
-            if now - self._left[engine] > _ABSENCE_S:
-                del self._held[engine], self._watching[engine], self._left[engine]
-        return dict(self._held)
+        return {engine: held for engine, held in self._held.copy().items() if self._is_here(engine, now)}
 
     async def all_hold(self, version: int) -> None:
         """Returns when every engine holds this version or a newer one."""
         while any(held < version for held in self.versions.values()):
             await self._news.wait()
+
+    def _is_here(self, engine: str, now_s: float) -> bool:
+        return self._watching.get(engine, 0) > 0 or now_s - self._left.get(engine, -_ABSENCE_S) < _ABSENCE_S
 
 
 class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):

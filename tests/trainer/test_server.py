@@ -114,3 +114,18 @@ async def test_status(service):
     assert dict(reply.returned_groups) == {"too_stale": 3}
     assert dict(reply.engine_versions) == {"engine-0": 7}
     watch.cancel()
+
+
+async def test_engines_are_waited_for_until_all_hold_a_version():
+    engines = Engines()
+    await asyncio.wait_for(engines.all_hold(5), 1)  # nobody is there
+    engines.enter("a", 5)
+    engines.enter("b", 4)
+    waiting = asyncio.ensure_future(engines.all_hold(5))
+    await asyncio.sleep(0)
+    engines.leave("b")  # it swaps the version in
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    engines.enter("b", 5)
+    await asyncio.wait_for(waiting, 1)
+    assert engines.versions == {"a": 5, "b": 5}
