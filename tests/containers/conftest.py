@@ -44,6 +44,11 @@ class Stack:
         """The one container of a service, as it is now."""
         return self._client.containers.get(f"headrace-test-{service}-1")
 
+    def networks(self, service: str) -> dict[str, bool]:
+        """A service's networks, and whether each is internal."""
+        names = self.container(service).attrs["NetworkSettings"]["Networks"]
+        return {name: self._client.networks.get(name).attrs["Internal"] for name in names}
+
     def python(self, service: str, program: str) -> str:
         """What a Python program prints in a service's container."""
         done = self.container(service).exec_run(["python", "-c", program])
