@@ -221,6 +221,8 @@ class Engine:
 def _server_args(config: Config) -> ServerArgs:
     inference = config.inference
     tpu = inference.device == "tpu"
+    # XLA for CPU compiles a batch of one to a program that copies the whole cache: 3.7 ms a step instead of 1.1.
+    smallest = 2 if inference.device == "cpu" else 1
     chunk = inference.prefill_chunk_tokens
     arguments = ServerArgs(
         model_path=str(config.model_path),
@@ -232,7 +234,7 @@ def _server_args(config: Config) -> ServerArgs:
         max_total_tokens=inference.kv_cache_tokens,
         chunked_prefill_size=chunk,
         max_prefill_tokens=max(chunk, inference.context_length),
-        precompile_bs_paddings=list(inference.batch_buckets),
+        precompile_bs_paddings=sorted({max(smallest, size) for size in inference.batch_buckets}),
         precompile_token_paddings=[size for size in (64, 256, 1024, 4096) if size < chunk] + [chunk],
         page_size=inference.page_size,
         tp_size=inference.tensor_parallel,
