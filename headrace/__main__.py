@@ -44,7 +44,9 @@ def main() -> None:
 
     async def run() -> int:
         overrides = dict(_override(text) for text in arguments.set)
-        stop = rpc.stop_signal(signal.SIGHUP)
+        # Under nohup a closed terminal must not end the run.
+        hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+        stop = rpc.stop_signal(*hung_up)
         return await launch.launch(arguments.config, overrides, display=Display(sys.stdout), stop=stop)
 
     rpc.main(run)
