@@ -70,3 +70,9 @@ async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10) ->
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is awaited belongs to another process or has no event
             await asyncio.sleep(0.005)
+
+
+def waited_s(pid: int) -> float:
+    """Seconds that a process's main thread was ready to run and got no processor: a busy machine's doing, not its."""
+    statistics_file = Path(f"/proc/{pid}/schedstat")
+    return int(statistics_file.read_text().split()[1]) / 1e9 if statistics_file.exists() else 0.0

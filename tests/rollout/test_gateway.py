@@ -4,105 +4,20 @@ drains, it stays responsive, and it says in one line what a user got wrong."""
 import asyncio
 import collections
 import contextlib
-import json
 import statistics
-import sys
 import time
-import urllib.request
 from pathlib import Path
 
-import aiohttp
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from redis.exceptions import RedisError
 
-from headrace import config, rpc, stream
+from headrace import config, rpc
 from headrace import trajectory as records
 from headrace.v1 import rollout_service_pb2 as rollout_pb
 from headrace.v1 import rollout_service_pb2_grpc
-from headrace.v1 import trajectory_pb2 as pb
 from tests import processes
-from tests.rollout.rig import eventually, settings, task
-
-
-class Cluster:
-    """One run's processes, started as a test needs them."""
-
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, *, script: dict, **overrides):
-        self.folder, self._stack = folder, stack
-        (folder / "redis").mkdir()
-        self.redis_url, self.redis = stack.enter_context(processes.redis_server(folder / "redis"))
-        engine, environment = processes.free_port(), processes.free_port()
-        self.config = settings(
-            folder,
-            redis__url=self.redis_url,
-            inference__addresses=[f"127.0.0.1:{engine}"],
-            environments__guess_number__address=f"127.0.0.1:{environment}",
-            **overrides,
-        )
-        self.run_file = folder / "run.yaml"
-        self.run_file.write_text(config.dump(self.config))
-        arguments = [sys.executable, "-m", "tests.scripted_engine", "--listen", f"127.0.0.1:{engine}"]
-        self.engine = self._start("engine", [*arguments, "--options", json.dumps(script)], engine)
-        self.environment = self._start(
-            "environment",
-            processes.service(
-                "envs",
-                *("--config", str(self.run_file), "--environment", "guess_number"),
-                *("--listen", f"127.0.0.1:{environment}"),
-            ),
-            environment,
-        )
-        self.client = stream.connect(self.redis_url, timeout_s=5)
-        self.streams = stream.Streams(
-            self.client, self.config.run.id, claim_timeout_s=self.config.rollout.claim_timeout_s
-        )
-
-    def gateway(self, name="gateway-0"):
-        """A running gateway, and its address."""
-        port, metrics = processes.free_port(), processes.free_port()
-        process = self._start(
-            name,
-            processes.service(
-                "rollout",
-                *("--config", str(self.run_file), "--name", name),
-                *("--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics}"),
-            ),
-            port,
-        )
-        process.address, process.metrics = f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics}/metrics"
-        return process
-
-    def _start(self, name, arguments, port):
-        process = processes.Process(arguments, self.folder / f"{name}.log")
-        self._stack.callback(process.stop)
-        processes.wait_until(lambda: processes.listening(port), timeout_s=30, process=process)
-        return process
-
-    async def issue(self, count, *, held=False):
-        """Issues tickets; the engine holds what is sampled for them until `release`, where so asked."""
-        await self.streams.open()
-        tasks = [task(number, min_policy_version=int(held)) for number in range(count)]
-        await self.streams.issue(tasks, first_sequence=0)
-
-    async def release(self):
-        """The engine has the weights that held tickets wait for."""
-        async with aiohttp.ClientSession() as session:
-            url = f"http://{self.config.inference.addresses[0]}/policy_version"
-            async with session.post(url, json={"policy_version": 1}) as response:
-                assert response.status == 200
-
-    async def groups(self, count, *, timeout_s=60):
-        """All groups once there are `count`; each can be true."""
-        entries = []
-        async with asyncio.timeout(timeout_s):
-            while len(entries) < count:
-                with contextlib.suppress(RedisError):  # it may be starting
-                    entries += await self.streams.read_groups(count - len(entries), 0.2)
-        groups = [pb.TrajectoryGroup.FromString(entry.payload) for entry in entries]
-        for group in groups:
-            records.check_group(group, run_id=self.config.run.id, vocabulary_size=22)
-        return groups
+from tests.rollout.cluster import Cluster, metric
+from tests.rollout.rig import eventually, settings, waited_s
 
 
 @pytest.fixture
@@ -123,21 +38,21 @@ async def test_a_killed_gateways_tickets_are_finished_by_another(cluster):
     first, second = run.gateway("gateway-0"), run.gateway("gateway-1")
     await run.issue(24, held=True)
     for gateway in (first, second):
-        await eventually(lambda gateway=gateway: _metric(gateway, "running_groups") == 8, timeout_s=30)
+        await eventually(lambda gateway=gateway: metric(gateway, "running_groups") == 8, timeout_s=30)
     first.kill()
     await run.release()
     groups = await run.groups(24)
     assert each_once(groups, 24) and await run.streams.ticket_count() == 0
     assert {group.gateway for group in groups} == {"gateway-1"}
     assert all(records.is_trainable(trajectory) for group in groups for trajectory in group.trajectories)
-    assert _metric(second, 'claimed_tickets_total{how="taken_over"}') == 8
+    assert metric(second, 'claimed_tickets_total{how="taken_over"}') == 8
 
 
 async def test_redis_may_restart_in_the_middle(cluster):
     run = cluster({**RANDOM, "delay_s": 0.1}, rollout__max_concurrent_episodes=8)
     gateway = run.gateway()
     await run.issue(40)
-    await eventually(lambda: _metric(gateway, "published_groups_total") > 4)
+    await eventually(lambda: metric(gateway, "published_groups_total") > 4)
     run.redis.kill()
     await asyncio.sleep(1)
     run.redis.start()
@@ -150,8 +65,8 @@ async def test_an_engine_and_an_environment_server_may_be_killed_and_come_back(c
     gateway = run.gateway()
     await run.issue(40)
     for process in (run.engine, run.environment):
-        before = _metric(gateway, "published_groups_total")
-        await eventually(lambda before=before: _metric(gateway, "published_groups_total") > before + 4)
+        before = metric(gateway, "published_groups_total")
+        await eventually(lambda before=before: metric(gateway, "published_groups_total") > before + 4)
         process.kill()
         await asyncio.sleep(0.5)
         process.start()
@@ -165,16 +80,16 @@ async def test_health_answers_while_256_episodes_run(cluster):
     run = cluster(script, rollout__max_concurrent_episodes=256, rollout__group_size=8)
     gateway = run.gateway()
     await run.issue(96)
-    await eventually(lambda: _metric(gateway, "running_episodes") > 240, timeout_s=30)
+    await eventually(lambda: metric(gateway, "running_episodes") > 240, timeout_s=30)
     latencies = []
     async with rpc.channel(gateway.address) as channel:
         health = _health(channel)
         await health()
         while await run.streams.ticket_count() >= 32:
-            start_s, waited_s = time.perf_counter(), _waited_s(gateway.pid)
+            start_s, waited_s = time.perf_counter(), waited_s(gateway.pid)
             await health()
             # Time in which a busy machine gave the gateway no processor is not the event loop's.
-            latencies.append(time.perf_counter() - start_s - (_waited_s(gateway.pid) - waited_s))
+            latencies.append(time.perf_counter() - start_s - (waited_s(gateway.pid) - waited_s))
             await asyncio.sleep(0.01)
     assert each_once(await run.groups(96), 96)
     p99_s = statistics.quantiles(latencies, n=100)[98]
@@ -193,7 +108,7 @@ async def test_two_thousand_episodes_at_once_in_bounded_memory(cluster):
     gateway = run.gateway()
     empty_bytes = _memory_bytes(gateway.pid)
     await run.issue(250, held=True)
-    await eventually(lambda: _metric(gateway, "running_episodes") == 2000, timeout_s=60)
+    await eventually(lambda: metric(gateway, "running_episodes") == 2000, timeout_s=60)
     await asyncio.sleep(1)
     full_bytes = _memory_bytes(gateway.pid)
     await run.release()
@@ -207,7 +122,7 @@ async def test_sigterm_drains_and_exits_with_zero(cluster):
     run = cluster(RANDOM)
     gateway = run.gateway()
     await run.issue(3, held=True)
-    await eventually(lambda: _metric(gateway, "running_groups") == 3)
+    await eventually(lambda: metric(gateway, "running_groups") == 3)
     gateway.terminate()
     await asyncio.sleep(0.5)
     assert gateway.running
@@ -220,7 +135,7 @@ async def test_sigterm_gives_back_what_does_not_end(cluster):
     run = cluster(RANDOM, rollout__drain_timeout_s=0.5, rollout__claim_timeout_s=60)
     gateway = run.gateway()
     await run.issue(2, held=True)
-    await eventually(lambda: _metric(gateway, "running_groups") == 2)
+    await eventually(lambda: metric(gateway, "running_groups") == 2)
     gateway.terminate()
     assert await asyncio.to_thread(gateway.wait, 20) == 0
     assert len(await run.streams.take_over("other", 9)) == 2
@@ -311,24 +226,9 @@ def test_a_taken_port(tmp_path, redis_url, which):
     assert f"{which} 127.0.0.1:{taken} cannot be bound" in line
 
 
-def _metric(process, name):
-    """Value of headrace_rollout_<name> in a gateway's metrics; 0 where it has none yet."""
-    with urllib.request.urlopen(process.metrics, timeout=5) as response:
-        for line in response.read().decode().splitlines():
-            if line.startswith(f"headrace_rollout_{name} "):
-                return float(line.rpartition(" ")[2])
-    return 0.0
-
-
 def _memory_bytes(pid):
     """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-
-
-def _waited_s(pid):
-    """Seconds that the process's main thread was ready to run and did not."""
-    statistics_file = Path(f"/proc/{pid}/schedstat")
-    return int(statistics_file.read_text().split()[1]) / 1e9 if statistics_file.exists() else 0.0
 
 
 def _health(channel):
