@@ -113,7 +113,7 @@ def running(
     engine = Engine(settings, process, f"http://{listen}", trainer, loop)
     try:
         # /get_load answers once the engine is built.
-        processes.wait_until(lambda: engine.status("/get_load") == 200, timeout_s=170, process=process)
+        processes.wait_until(lambda: engine.status("/get_load") == 200, timeout_s=300, process=process)
         yield engine
     finally:
         process.stop()

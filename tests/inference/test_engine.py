@@ -14,6 +14,8 @@ from tests.inference import engine as engines
 from tests.inference import reference
 from tests.processes import wait_until
 
+pytestmark = pytest.mark.timeout(400)  # the first start on a machine compiles
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):

@@ -31,6 +31,8 @@ PAGED = {
     "drain_timeout_s": 20,
 }
 
+pytestmark = pytest.mark.timeout(400)  # the first start on a machine compiles
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
