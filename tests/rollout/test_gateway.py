@@ -86,10 +86,10 @@ async def test_health_answers_while_256_episodes_run(cluster):
         health = _health(channel)
         await health()
         while await run.streams.ticket_count() >= 32:
-            start_s, waited_s = time.perf_counter(), waited_s(gateway.pid)
+            start_s, before_s = time.perf_counter(), waited_s(gateway.pid)
             await health()
             # Time in which a busy machine gave the gateway no processor is not the event loop's.
-            latencies.append(time.perf_counter() - start_s - (waited_s(gateway.pid) - waited_s))
+            latencies.append(time.perf_counter() - start_s - (waited_s(gateway.pid) - before_s))
             await asyncio.sleep(0.01)
     assert each_once(await run.groups(96), 96)
     p99_s = statistics.quantiles(latencies, n=100)[98]
