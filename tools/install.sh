@@ -13,6 +13,7 @@ if command -v uv >/dev/null 2>&1; then
     uv pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable .
 else
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null  # uv makes none
     "$venv/bin/python" -m pip install --quiet --require-hashes -r "$lock"
     "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
 fi
