@@ -17,7 +17,7 @@ from docker.models.containers import Container
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / ".cache" / "k8s" / "venv" / "bin" / "docker-compose"
 BASE_IMAGE = os.environ.get("BASE_IMAGE", "python:3.12-slim")
-STEPS = 12
+STEPS = 2000  # more than the tests wait for
 
 
 class Stack:
@@ -88,7 +88,7 @@ def stack(tmp_path_factory):
             path=folder, dockerfile="redis.Dockerfile", tag="headrace-test-redis", buildargs={"BASE_IMAGE": BASE_IMAGE}
         )
         environment["REDIS_IMAGE"] = "headrace-test-redis"
-    sets = [f"trainer.steps={STEPS}", "trainer.checkpoint.every_steps=2"]
+    sets = [f"trainer.steps={STEPS}", "trainer.checkpoint.every_steps=2", "trainer.stop_at_reward=2"]
     subprocess.run(
         [sys.executable, "-m", "tools.compose_run", "configs/guess_number.yaml", ".cache/compose-test"]
         + [word for item in sets for word in ("--set", item)],

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.containers.conftest import STEPS
-
 # The first test waits for everything to start, the last for every service to start again.
 pytestmark = pytest.mark.timeout(1800)
 
@@ -53,12 +51,18 @@ for host in ("redis", {address!r}):
 
 
 def test_every_service_drains_and_the_run_goes_on(stack):
-    """Each is stopped in the middle of training and started again; every step happens once."""
-    for number, service in enumerate(("gateway", "inference", "environment", "trainer")):
-        stack.wait(lambda done=2 * number + 1: len(stack.steps()) >= done)
+    """Each is stopped in the middle of training and started again; every step happens, and once."""
+    for service in ("gateway", "inference", "environment", "trainer"):
+        go_on(stack)
         stack.compose("stop", service)
         assert stack.container(service).attrs["State"]["ExitCode"] == 0, stack.compose("logs", "--tail", "30", service)
         stack.compose("up", "--detach", "--wait", "--no-recreate", service)
-    assert stack.container("trainer").wait(timeout=600)["StatusCode"] == 0
-    log = stack.container("trainer").logs().decode()
-    assert f"finished after {STEPS} steps" in log
+    go_on(stack)
+    steps = stack.steps()
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def go_on(stack):
+    """Waits for two more steps."""
+    done = len(stack.steps())
+    stack.wait(lambda: len(stack.steps()) >= done + 2)
