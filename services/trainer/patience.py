@@ -8,7 +8,7 @@ import logging
 log = logging.getLogger(__name__)
 
 _FREE_FAILURES = 64
-_LONGEST_PAUSE_S = 10.0
+_DOUBLINGS, _LONGEST_PAUSE_S = 7, 10.0
 
 
 class Patience:
@@ -27,6 +27,6 @@ class Patience:
         rounds = self._failures // _FREE_FAILURES
         if rounds == 0 or before == self._failures:
             return
-        pause_s = min(0.1 * 2**rounds, _LONGEST_PAUSE_S)
+        pause_s = min(0.1 * 2 ** min(rounds, _DOUBLINGS), _LONGEST_PAUSE_S)
         log.warning("the last %d groups failed: is an environment or an engine down?", self._failures)
         await asyncio.sleep(pause_s)
