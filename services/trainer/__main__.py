@@ -122,7 +122,7 @@ async def _train(process: _Process, model: _Model) -> None:
         status.step, status.trained_groups = notes.step, notes.trained_groups
     lineage, inbox = Lineage(notes.positions if notes else None), Inbox(streams)
     await inbox.acknowledge(notes.learned_ids if notes else [])
-    lost = Journal(config.run.path / "consumed.jsonl").forget_after(status.step)
+    Journal(config.run.path / "consumed.jsonl").forget_after(status.step)
     metrics = Journal(config.run.path / step_log.NAME)
     metrics.forget_after(status.step)
 
@@ -149,8 +149,7 @@ async def _train(process: _Process, model: _Model) -> None:
         process.compute,
         dtype=settings.publish_dtype,
         announce=lambda: process.server.set_serving(True),
-        # A step publishes the version after the one that it began from.
-        above=max((entry["policy_version"] + 1 for entry in lost), default=0),
+        journal=Journal(config.run.path / "versions.jsonl"),
     )
     rules = Rules(
         run_id=config.run.id,

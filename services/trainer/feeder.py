@@ -4,7 +4,9 @@ Outstanding is every ticket that waits or is claimed, every group that waits to 
 in progress. With at most (max_staleness + 1) * groups_per_step of them, a ticket that is issued now is consumed at most
 max_staleness versions later, whatever number of gateways work: that many steps use up all that were issued before it.
 
-What is outstanding is counted in Redis each time, never remembered: a crash between two calls can leak no ticket.
+What is outstanding is counted in Redis each time, never remembered: a crash between two calls can leak no ticket. A
+Redis that comes back without its memory is noticed by its cursor, which has fallen behind, and is told where the run
+is; the tickets that it forgot are issued again under new numbers.
 """
 
 from __future__ import annotations
@@ -49,10 +51,11 @@ class Feeder:
 
     async def top_up(self) -> int:
         """Issues training tickets up to the limit and returns how many."""
-        missing = self._limit - await self.outstanding()
-        tasks = [self._order.task(self.cursor + number) for number in range(missing)]
-        await self.issue(tasks, purpose=PURPOSE_TRAINING)
-        return len(tasks)
+        while True:
+            missing = self._limit - await self.outstanding()
+            tasks = [self._order.task(self.cursor + number) for number in range(missing)]
+            if await self.issue(tasks, purpose=PURPOSE_TRAINING):
+                return len(tasks)
 
     @property
     def _limit(self) -> int:
@@ -65,17 +68,17 @@ class Feeder:
         # In this order: a ticket that ends between the two calls is counted twice, never missed.
         tickets = await insist(self._streams.ticket_count)
         groups = await insist(self._streams.group_count)
-        self._status.outstanding_tickets = tickets + groups - len(self._ledger.waiting_ids)
+        self._status.outstanding_tickets = tickets + groups - len(self._ledger.waiting_ids) + self._ledger.lost_count
         return self._status.outstanding_tickets
 
-    async def issue(self, tasks: Sequence[Task], *, purpose: int) -> None:
-        """Issues tasks under the next numbers.
+    async def issue(self, tasks: Sequence[Task], *, purpose: int) -> bool:
+        """Issues tasks under the next numbers; False, and none, if Redis had lost its memory: count again.
 
         Raises:
             StartupError: another trainer issues tickets of this run.
         """
         if not tasks:
-            return
+            return True
         for number, task in enumerate(tasks):
             task.task_id = task_id(self.cursor + number)
             task.purpose = purpose  # type: ignore[assignment]
@@ -83,6 +86,17 @@ class Feeder:
         try:
             await insist(lambda: self._streams.issue(tasks, first_sequence=self.cursor))
         except CursorMoved as error:
-            raise StartupError(f"run {self._status.run_id}: {error} Stop it or set another run.id.") from error
+            if await insist(self._streams.cursor) > self.cursor:
+                raise StartupError(f"run {self._status.run_id}: {error} Stop it or set another run.id.") from error
+            await self._remind()
+            return False
         self.cursor += len(tasks)
         self._status.outstanding_tickets += len(tasks)
+        return True
+
+    async def _remind(self) -> None:
+        """Tells a Redis without its memory where the run is, and what it forgot is waited for no longer."""
+        log.warning("Redis has lost its memory; its tickets are issued again from number %d on", self.cursor)
+        await insist(self._streams.open)
+        await insist(lambda: self._streams.advance_cursor(self.cursor))
+        self._ledger.lose_all_but(await insist(self._streams.group_ids))

@@ -31,6 +31,9 @@ class Ledger:
     def __init__(self, journal: Journal):
         self._journal = journal
         self._waiting: dict[str, int] = {}
+        # Entries of the step in progress, and those of them that Redis has lost.
+        self._taken: set[str] = set()
+        self._lost: set[str] = set()
 
     @property
     def waiting_ids(self) -> list[str]:
@@ -42,12 +45,28 @@ class Ledger:
         """What they occupy there."""
         return sum(self._waiting.values())
 
+    @property
+    def lost_count(self) -> int:
+        """Groups of the step in progress that are no longer in Redis."""
+        return len(self._lost)
+
+    def take(self, entry_ids: Iterable[str]) -> None:
+        """Notes groups that enter the step in progress."""
+        self._taken.update(entry_ids)
+
     def learn(self, step: int, groups: Sequence[Consumed], *, policy_version: int) -> None:
         """Notes a finished step; `policy_version` is the version that it began from."""
         self._journal.append({"step": step, "policy_version": policy_version, "groups": [asdict(g) for g in groups]})
-        self._waiting |= {group.entry_id: group.size_bytes for group in groups}
+        self._waiting |= {group.entry_id: group.size_bytes for group in groups if group.entry_id not in self._lost}
+        self._taken, self._lost = set(), set()
 
     def forget(self, entry_ids: Iterable[str]) -> None:
         """Notes that entries have left Redis."""
         for entry_id in entry_ids:
             self._waiting.pop(entry_id, None)
+
+    def lose_all_but(self, entry_ids: Iterable[str]) -> None:
+        """Notes that Redis has lost its memory and holds these entries alone."""
+        kept = set(entry_ids)
+        self.forget(set(self._waiting) - kept)
+        self._lost = self._taken - kept

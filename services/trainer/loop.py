@@ -90,6 +90,7 @@ class Loop:
             self._status.phase = pb.TRAINER_PHASE_WAITING
             async for arrived in self._batcher.groups(self._groups_per_minibatch, watch):
                 groups += arrived
+                self._ledger.take(group.entry_id for group in arrived)
                 if not arrived and grace.is_over(self._policy):
                     if self._policy.between_steps:
                         return

@@ -1,6 +1,7 @@
 """Groups that ended without entering a gradient: counted by environment and reason, and listed in returned.jsonl.
 
-Each ticket number of a run is in consumed.jsonl, in returned.jsonl, used by the warm start, or still out.
+Each ticket number of a run is in consumed.jsonl, in returned.jsonl, used by the warm start, or still out; or it was out
+when Redis lost its memory.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import numpy as np
 
 from headrace import config
 from headrace import trajectory as records
+from headrace.stream import GroupEntry
 from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
 from services.trainer.batcher import Rules, parse, to_sample
@@ -60,22 +61,27 @@ class Collector:
         while len(groups) < count:
             if stop.is_set():
                 raise Interrupted
-            good, failed = await self._read(purpose, first)
+            entries = await self._inbox.read(_BATCH_OF_ENTRIES, _BLOCK_S)
+            good, failed = await self._judge(entries, purpose, first)
             groups += good
             if good:
                 patience.succeeded()
             await patience.failed(failed)
-            await self._issue(purpose, failed)
+            # Silence: a Redis that lost its memory has tickets to be told again.
+            lost = 0 if entries else count - len(groups) - await self._feeder.outstanding()
+            await self._issue(purpose, max(failed, lost))
         return groups
 
     async def _issue(self, purpose: int, count: int) -> None:
         tasks = [self._order.task(self._feeder.cursor + number) for number in range(count)]
         await self._feeder.issue(tasks, purpose=purpose)
 
-    async def _read(self, purpose: int, first: int) -> tuple[list[pb.TrajectoryGroup], int]:
+    async def _judge(
+        self, entries: Sequence[GroupEntry], purpose: int, first: int
+    ) -> tuple[list[pb.TrajectoryGroup], int]:
         """The good groups among those that have arrived, and the number of tickets to replace."""
         good, failed = [], 0
-        for entry in await self._inbox.read(_BATCH_OF_ENTRIES, _BLOCK_S):
+        for entry in entries:
             try:
                 group = parse(entry, self._rules, self._lineage, cursor=self._feeder.cursor)
             except RecordError as error:

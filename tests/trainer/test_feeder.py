@@ -2,6 +2,7 @@
 
 import pytest
 
+from headrace import stream
 from headrace.errors import StartupError
 from headrace.v1.trajectory_pb2 import PURPOSE_TRAINING
 from services.trainer.feeder import Feeder
@@ -78,6 +79,28 @@ async def test_two_trainers_of_one_run_are_told(streams, tmp_path):
     await first.top_up()
     with pytest.raises(StartupError, match="another trainer"):
         await second.top_up()
+
+
+async def test_a_redis_without_its_memory_is_told_where_the_run_is(streams, redis_url, tmp_path):
+    subject, ledger = feeder(streams, tmp_path)
+    await subject.open(at_least=0)
+    await subject.top_up()
+    gateway = Gateway(streams)
+    for ticket in await gateway.claim(3):
+        await gateway.publish(ticket, ordinary(ticket.task, version=1))
+    learned, *begun = await streams.read_groups(3, 0)
+    consumed = Consumed(learned.entry_id, "", 1, oldest_version=1, newest_version=1, age_max=0)
+    ledger.learn(1, [consumed], policy_version=1)
+    ledger.take(entry.entry_id for entry in begun)
+    assert await subject.top_up() == 1
+    client = stream.connect(redis_url, timeout_s=5)
+    await client.flushdb()
+    await client.aclose()
+    assert await subject.top_up() == 2  # the two that were begun will still be learned from
+    assert await subject.outstanding() == 4
+    assert ledger.waiting_ids == []
+    tickets = await Gateway(streams).claim(2)
+    assert [ticket.task.task_id for ticket in tickets] == ["00000005", "00000006"]
 
 
 async def test_the_last_steps_are_given_no_more_than_they_consume(streams, tmp_path):

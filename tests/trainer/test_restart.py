@@ -6,6 +6,7 @@ import pytest
 
 from headrace import stream
 from headrace.v1 import trainer_service_pb2 as pb
+from services.trainer.insist import insist
 from tests import processes
 from tests.trainer import rig
 from tests.trainer.gateway import RUN_ID, Gateway, ordinary
@@ -146,4 +147,48 @@ async def test_the_trainer_waits_for_a_redis_that_dies(tmp_path):
                 assert await trainer.ended() == 0
         assert [int(group["task_id"]) for group in trainer.consumed] == list(range(8))
         await account(trainer, streams)
+        await client.aclose()
+
+
+async def test_a_redis_that_comes_back_without_its_memory_costs_no_step_and_no_version(tmp_path):
+    folder, port = tmp_path / "redis", processes.free_port()
+    folder.mkdir()
+    with processes.redis_server(folder, port=port) as (url, server):
+        client = stream.connect(url, timeout_s=5)
+        streams = stream.Streams(client, RUN_ID, claim_timeout_s=30)
+        await streams.open()
+
+        def recovered():
+            return "Redis has lost its memory" in trainer.process.output
+
+        async def forget():
+            server.kill()
+            for path in [*folder.glob("appendonlydir/*"), *folder.glob("*.aof")]:
+                path.unlink()
+            server.start()
+            processes.wait_until(lambda: processes.listening(port), timeout_s=10)
+            await insist(streams.open)  # as a gateway does; the connection may be one that died
+
+        config = rig.run_file(tmp_path, url, steps=8, checkpoint={"every_steps": 100})
+        with rig.trainer(config) as trainer:
+            await publish(Gateway(streams), 5)  # two steps that wait for a checkpoint, and half of a third
+            await trainer.until(lambda status: status.step == 2 and status.outstanding_tickets == 4)
+            await forget()
+            await trainer.until(lambda status: status.outstanding_tickets == 4 and recovered())
+            assert (await streams.ticket_count(), await streams.cursor()) == (3, 11)
+            await publish(Gateway(streams), 1)
+            await trainer.until(lambda status: status.step == 3 and status.outstanding_tickets == 4)
+            assert await streams.ticket_count() == 4
+            # Now the trainer dies with it: no checkpoint and no Redis know of the versions that engines hold.
+            before = trainer.lines("versions.jsonl")
+            trainer.process.kill()
+            await forget()
+            trainer.process.start()
+            async with rig.serving(streams):
+                assert await trainer.ended() == 0
+        versions = [line["policy_version"] for line in trainer.lines("versions.jsonl")]
+        assert versions[: len(before)] == [line["policy_version"] for line in before]
+        assert sorted(set(versions)) == versions
+        assert [line["step"] for line in trainer.lines("metrics.jsonl")] == list(range(1, 9))
+        assert all(group["age_max"] <= 1 for group in trainer.consumed)
         await client.aclose()

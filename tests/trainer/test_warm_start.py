@@ -2,6 +2,7 @@
 
 import pytest
 
+from headrace import stream
 from headrace.v1 import trajectory_pb2 as pb
 from tests.trainer import rig
 from tests.trainer.gateway import Gateway, demonstrated, group, ordinary, trajectory
@@ -76,6 +77,19 @@ async def test_what_fails_is_asked_for_again(streams, redis_url, tmp_path):
             # The failed episode has tokens and no logprobs of a demonstration's.
             assert await trainer.ended() == 0
     assert expert.numbers(pb.PURPOSE_DEMONSTRATION) == [0, 1, 2, 3, 4, 5, 6]
+
+
+async def test_a_redis_that_loses_its_memory_is_asked_again(streams, redis_url, tmp_path):
+    expert = Expert()
+    with rig.trainer(rig.run_file(tmp_path, redis_url, steps=1, warm_start=WARM_START)) as trainer:
+        await Gateway(streams).claim(6)
+        client = stream.connect(redis_url, timeout_s=5)
+        await client.flushdb()
+        await client.aclose()
+        await streams.open()
+        async with rig.serving(streams, expert):
+            assert await trainer.ended() == 0
+    assert expert.numbers(pb.PURPOSE_DEMONSTRATION) == [6, 7, 8, 9, 10, 11]
 
 
 async def test_killed_in_the_middle_it_begins_again_and_drops_what_is_left_over(streams, redis_url, tmp_path):
