@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process as Child
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 USER_ERROR = 2
@@ -24,13 +24,15 @@ _LONG_LIFE_S = 60.0  # a process that lived so long starts with a clean record
 
 @dataclass(frozen=True)
 class Command:
-    """What to run. `grace_s`: seconds from SIGTERM to SIGKILL. `ends`: its exit with 0 is no failure but its end."""
+    """What to run. `grace_s`: seconds from SIGTERM to SIGKILL. `ends`: its exit with 0 is no failure but its end.
+    `environment`: variables that it gets unless the launcher has them."""
 
     name: str
     arguments: tuple[str, ...]
     log: Path
     grace_s: float
     ends: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Process:
@@ -106,6 +108,7 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**self.command.environment, **os.environ},
                 start_new_session=True,
             )
         self._started()

@@ -125,8 +125,17 @@ def test_a_plan_fills_in_addresses_below_the_ephemeral_range_and_reads_back(tmp_
     ports = re.findall(r"127\.0\.0\.1:(\d+)", " ".join(" ".join(command.arguments) for command in run.commands))
     assert len(set(ports)) == len(ports)
     assert all(10_000 <= int(port) < 32_768 for port in ports)
+    tuned = {command.name for command in run.commands if "MALLOC_MMAP_THRESHOLD_" in command.environment}
+    assert tuned == {"trainer", "engine-0"}
     local_run.write(run)
+    assert (run.folder / "config.yaml").stat().st_mode & 0o077 == 0
     assert run_config.load(run.folder / "config.yaml") == run.config
+
+
+def test_a_plan_finds_ports_where_the_kernel_gives_nearly_all_to_outgoing_connections(tmp_path):
+    (tmp_path / "range").write_text("1024\t65535\n")
+    port = next(local_run.free_ports(tmp_path / "range"))
+    assert 10_000 <= port <= 65_535
 
 
 def test_a_plan_starts_nothing_that_has_an_address(tmp_path):

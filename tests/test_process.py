@@ -38,6 +38,13 @@ async def test_a_command_that_ends_is_not_started_again(tmp_path):
     assert (process.restarts, lines) == (0, [])
 
 
+async def test_a_command_gets_its_variables_unless_the_launcher_has_them(tmp_path):
+    program = "import os; print('error:', os.environ['PATH'], os.environ['THEIRS'])"
+    process, _ = child(tmp_path, program, ends=True, environment={"PATH": "command's", "THEIRS": "command's"})
+    assert await process.keep_running() == 0
+    assert process.errors() == [f"{os.environ['PATH']} command's"]
+
+
 async def test_a_user_error_is_told_and_not_tried_again(tmp_path):
     program = "import sys; print('noise'); print('error: key: wrong; do this', file=sys.stderr); sys.exit(2)"
     process, _ = child(tmp_path, program)
