@@ -16,6 +16,7 @@ from pathlib import Path
 import redis.asyncio
 import redis.exceptions
 
+from headrace import config
 from headrace.errors import StartupError
 
 _OLDEST_SYSTEM_VERSION = (7, 0)
@@ -74,10 +75,11 @@ async def wait_until_ready(url: str, *, timeout_s: float) -> None:
     Raises:
         StartupError: it did not within `timeout_s`, or answers that it will not.
     """
+    place = config.Redis(url=url).place
     try:
         client = redis.asyncio.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
     except ValueError as error:
-        raise StartupError(f"redis.url {url}: {error}; write redis://host:port/db") from error
+        raise StartupError(f"redis.url {place}: {error}; write redis://host:port/db") from error
     deadline = asyncio.get_running_loop().time() + timeout_s
     async with client:
         while True:
@@ -89,7 +91,7 @@ async def wait_until_ready(url: str, *, timeout_s: float) -> None:
             except redis.exceptions.RedisError as error:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise StartupError(
-                        f"redis.url {url}: no Redis answers there ({error}); start it, or leave redis.url empty and"
+                        f"redis.url {place}: no Redis answers there ({error}); start it, or leave redis.url empty and"
                         " `headrace run` starts one"
                     ) from error
             await asyncio.sleep(0.05)

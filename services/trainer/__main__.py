@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import prometheus_client
+from redis.exceptions import AuthenticationError, NoPermissionError
 
 from headrace import config as configs
 from headrace import model_folder, rpc, step_log, stream, telemetry
@@ -217,7 +218,8 @@ async def _warm_up(
 ) -> None:
     """Lets the policy begin reinforcement learning from what imitation made of it."""
     config, compute = process.config, process.compute
-    imitator = Learner(
+    imitator = await compute(
+        Learner,
         model.config,
         model.mesh,
         optimizer=configs.Optimizer(learning_rate=settings.learning_rate),
@@ -238,7 +240,7 @@ async def _warm_up(
         seed=config.run.seed,
         stop=process.stop,
     )
-    model.policy.restart(await compute(model.learner.initial_state, state.parameters))
+    await compute(model.policy.restart, await compute(model.learner.initial_state, state.parameters))
 
 
 def _load(config: Config, folder: Path) -> _Model:
@@ -307,6 +309,10 @@ async def _open_streams(config: Config) -> stream.Streams:
     except TimeoutError as error:
         raise StartupError(
             f"redis.url: no Redis answered at {config.redis.place} within {timeout_s:g} s; start one or correct the url"
+        ) from error
+    except (AuthenticationError, NoPermissionError) as error:
+        raise StartupError(
+            f"redis.url: the server at {config.redis.place} refuses us ({error}); correct user and password"
         ) from error
     return streams
 

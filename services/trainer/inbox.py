@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from redis.exceptions import ResponseError
+from redis.exceptions import AuthenticationError, ResponseError
 
 from headrace.stream import GroupEntry, Streams
 from services.trainer.insist import PASSING, insist
@@ -38,6 +38,8 @@ class Inbox:
         while True:
             try:
                 entries = await self._streams.read_groups(count, block_s, after=self._after)
+            except AuthenticationError:
+                raise
             except PASSING as error:
                 log.warning("Redis does not answer (%s); trying again in %.1f s", error, _PAUSE_S)
                 self._after = "0"

@@ -21,11 +21,17 @@ _LONGEST_PAUSE_S = 5.0
 
 
 async def insist[T](call: Callable[[], Awaitable[T]]) -> T:
-    """The call's result, repeating it until Redis answers. The call must be one that may be repeated."""
+    """The call's result, repeating it until Redis answers. The call must be one that may be repeated.
+
+    Raises:
+        AuthenticationError: Redis refuses us, and would again.
+    """
     pause_s = 0.1
     while True:
         try:
             return await call()
+        except exceptions.AuthenticationError:  # to redis-py it is a ConnectionError
+            raise
         except PASSING as error:
             log.warning("Redis does not answer (%s); trying again in %.1f s", error, pause_s)
         await asyncio.sleep(pause_s)

@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from headrace import rpc, weights
+from headrace import rpc, stream, weights
 from headrace.v1 import trainer_service_pb2 as pb
 from headrace.v1 import trainer_service_pb2_grpc
 from services.trainer.model import huggingface
@@ -132,6 +132,19 @@ async def test_prometheus_tells_what_the_trainer_does(streams, redis_url, tmp_pa
         text = await asyncio.to_thread(fetch, f"http://{trainer.metrics_address}/metrics")
     assert "headrace_trainer_outstanding_tickets 4.0" in text
     assert "headrace_trainer_policy_version 1.0" in text
+
+
+async def test_a_wrong_redis_password_is_named(tmp_path):
+    (tmp_path / "redis").mkdir()
+    with processes.redis_server(tmp_path / "redis") as (url, _):
+        client = stream.connect(url, timeout_s=5)
+        await client.config_set("requirepass", "right")
+        await client.aclose()
+        with rig.trainer(rig.run_file(tmp_path, url.replace("//", "//:wrong@"))) as trainer:
+            assert await trainer.ended() == 2
+            (error,) = [line for line in trainer.process.output.splitlines() if line.startswith("error:")]
+    assert "refuses us" in error
+    assert "wrong@" not in error
 
 
 @pytest.mark.parametrize("defect", ["redis", "url", "port", "run_id", "folder", "config"])
