@@ -45,7 +45,7 @@ class Run(_Section):
     id: str = Field(
         "", description="namespace in Redis and name of the run's folder; `headrace run` makes one if empty"
     )
-    directory: Path = Field(Path("runs"), description="folder that holds the run's folder, a path or a gs:// address")
+    directory: Path = Field(Path("runs"), description="folder that holds the run's folder; a bucket must be mounted")
     seed: int = Field(0, ge=0, description="seed of initial weights, order of tasks and what environments draw")
 
     @field_validator("id")
@@ -53,6 +53,13 @@ class Run(_Section):
     def _id_is_a_name(cls, value: str) -> str:
         if value and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", value):
             raise ValueError("must be lower-case letters, digits and hyphens, at most 63 of them")
+        return value
+
+    @field_validator("directory")
+    @classmethod
+    def _directory_is_a_path(cls, value: Path) -> Path:
+        if re.match(r"[a-z0-9]+:/", str(value)):
+            raise ValueError("must be a path; mount the bucket and give the folder where it is mounted")
         return value
 
     @property

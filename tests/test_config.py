@@ -56,6 +56,7 @@ def test_every_error_is_reported_at_once():
         ("environments.guess_number", {}, "class"),
         ("model", {}, "exactly one"),
         ("run.id", "No Spaces", "run.id"),
+        ("run.directory", "gs://bucket/runs", "mount the bucket"),
     ],
 )
 def test_impossible_values_are_refused_by_name(key, value, word):
