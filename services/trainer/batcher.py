@@ -190,14 +190,20 @@ class Batcher:
         while count:
             with watch.measure("waiting"):
                 entries = await self._inbox.read(count, _BLOCK_S)
-                if not entries:
-                    await self._feeder.top_up()  # heals what a Redis without its memory lost
             with watch.measure("packing"):
-                arrived = await self._admit(entries)
+                arrived, failed = await self._admit(entries)
+            if arrived:
+                self._patience.succeeded()
+            if len(arrived) < len(entries) or not entries:
+                with watch.measure("waiting"):
+                    await self._patience.failed(failed)
+                    # Replaces what was returned, and what a Redis without its memory lost.
+                    await self._feeder.top_up()
             count -= len(arrived)
             yield arrived
 
-    async def _admit(self, entries: Sequence[GroupEntry]) -> list[LearnableGroup]:
+    async def _admit(self, entries: Sequence[GroupEntry]) -> tuple[list[LearnableGroup], int]:
+        """What can be learned from, and how many of the others had failed."""
         admitted, failed = [], 0
         for entry in entries:
             try:
@@ -208,12 +214,7 @@ class Batcher:
             except Unfit as error:
                 await self._return(entry, error)
                 failed += error.reason == TOO_FEW_TRAINABLE
-        if admitted:
-            self._patience.succeeded()
-        if len(admitted) < len(entries):
-            await self._patience.failed(failed)
-            await self._feeder.top_up()
-        return admitted
+        return admitted, failed
 
     async def _set_aside(self, entry: GroupEntry, error: RecordError) -> None:
         log.warning("group %s is malformed and goes to the dead-letter stream: %s", entry.entry_id, error)

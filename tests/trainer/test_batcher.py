@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from headrace import stream
 from headrace.stream import GroupEntry
 from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
@@ -200,6 +201,18 @@ async def test_returned_tickets_are_replaced_at_once_and_counted(bench, streams,
     ((_, reason),) = await streams.dead_letters()
     assert "reward is nan" in reason
     assert await streams.group_ids() == [taken.entry_id]
+
+
+async def test_a_pause_after_failures_is_time_spent_waiting(bench, streams, redis_url):
+    batcher, _, _, _ = bench
+    client = stream.connect(redis_url, timeout_s=5)
+    for _ in range(64):
+        await client.xadd(f"headrace:{{{RUN_ID}}}:groups", {"record": b"noise"})
+    await client.aclose()
+    watch = Stopwatch()
+    assert await anext(batcher.groups(64, watch)) == []
+    assert len(await streams.dead_letters()) == 64
+    assert watch.spent_s("waiting") > 0.2
 
 
 async def test_time_in_the_queue_counts_as_staleness(bench, streams):
