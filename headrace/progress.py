@@ -77,7 +77,7 @@ def describe(steps: Sequence[Step], status: pb.GetTrainerStatusResponse | None, 
             return "waiting for the trainer to answer"
         if status.phase == pb.TRAINER_PHASE_STARTING:
             return "the trainer is starting"
-        engines = len(status.engine_versions)
+        engines = sum(version > 0 for version in status.engine_versions.values())
         return f"waiting for groups (tickets out: {status.outstanding_tickets}, engines that hold weights: {engines})"
     last, recent = steps[-1], step_log.without_start(steps)[-_RECENT:]
     wall_s = sum(step.step_s for step in recent) or 1e-9

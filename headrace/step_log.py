@@ -1,7 +1,7 @@
 """Reads runs/<id>/metrics.jsonl: one line for each of the trainer's steps, and now and then one for something else.
 
-A line is a JSON object that the trainer appends when the step is done; a step that was repeated after a restart from a
-checkpoint appears twice, and the later line counts.
+A line is a JSON object that the trainer appends when the step is done; a trainer that restarts from a checkpoint takes
+back the lines of the steps that it repeats. Should a step appear twice, the later line counts.
 """
 
 from __future__ import annotations

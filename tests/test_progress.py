@@ -44,7 +44,7 @@ def test_a_status_fits_the_terminal():
 def test_before_the_first_step_it_says_what_is_waited_for():
     starting = pb.GetTrainerStatusResponse(phase=pb.TRAINER_PHASE_STARTING)
     waiting = pb.GetTrainerStatusResponse(
-        phase=pb.TRAINER_PHASE_WAITING, outstanding_tickets=8, engine_versions={"engine-0": 1}
+        phase=pb.TRAINER_PHASE_WAITING, outstanding_tickets=8, engine_versions={"engine-0": 1, "engine-1": 0}
     )
     assert "waiting for the trainer" in progress.describe([], None, total_steps=9)
     assert "starting" in progress.describe([], starting, total_steps=9)
