@@ -102,6 +102,22 @@ async def test_killing_every_service_loses_and_repeats_nothing(tmp_path):
         assert all(group["age_max"] <= 2 for line in run.consumed() for group in line["groups"])
 
 
+async def test_a_redis_that_loses_its_memory_costs_no_step(tmp_path):
+    changes = {**SMALL, "trainer.steps": 8, "trainer.max_staleness": 2, "rollout.claim_timeout_s": 3.0}
+    with LoopRun(tmp_path, changes=changes, gateways=2) as run:
+        run.start()
+        run.wait_for_step(3)
+        client = stream.connect(run.redis_url, timeout_s=5)
+        await client.flushall()
+        await client.aclose()
+        run.wait()
+        assert "Redis has lost its memory" in run.processes["trainer"].output
+        assert_trained_once(run)
+        versions = [line["policy_version"] for line in run.consumed()]
+        assert sorted(set(versions)) == versions
+        assert all(group["age_max"] <= 2 for line in run.consumed() for group in line["groups"])
+
+
 @pytest.mark.parametrize("first", ["gateway-0", "trainer"])
 def test_any_service_may_start_first(tmp_path, first):
     changes = {**SMALL, "trainer.steps": 2}
