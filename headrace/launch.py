@@ -44,18 +44,20 @@ async def launch(path: Path, overrides: Mapping[str, Any], *, display: Display, 
     began = time.monotonic()
     config = run_config.named_run(run_config.load(path, overrides=dict(overrides)), path.stem)
     run = local_run.plan(config)
-    model_folder.ensure(run.config)
-    local_run.write(run)
-    display.say(f"run {config.run.id}: {run.folder}")
+    with local_run.exclusive(run):
+        model_folder.ensure(run.config)
+        local_run.write(run)
+        display.say(f"run {config.run.id}: {run.folder}")
 
-    fleet: dict[str, Process] = {}
-    for command in run.commands:
-        fleet[command.name] = Process(command, report=display.say, started=lambda: _write_processes(run, fleet))
-    try:
-        code = await _supervise(run, fleet, display=display, stop=stop)
-    finally:
-        display.end_status()
-    _close(run, display, wall_s=time.monotonic() - began, restarts=sum(process.restarts for process in fleet.values()))
+        fleet: dict[str, Process] = {}
+        for command in run.commands:
+            fleet[command.name] = Process(command, report=display.say, started=lambda: _write_processes(run, fleet))
+        try:
+            code = await _supervise(run, fleet, display=display, stop=stop)
+        finally:
+            display.end_status()
+        restarts = sum(process.restarts for process in fleet.values())
+        _close(run, display, wall_s=time.monotonic() - began, restarts=restarts)
     return code
 
 

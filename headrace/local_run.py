@@ -6,6 +6,8 @@ always ours; an address given for it is where it listens.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import random
 import socket
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 from headrace import config as run_config
 from headrace import redis_server
 from headrace.config import Config
+from headrace.errors import StartupError
 from headrace.process import Command
 
 _HOST = "127.0.0.1"
@@ -140,6 +143,24 @@ def plan(config: Config) -> LocalRun:
         environments=tuple(served),
         metrics_addresses=metrics,
     )
+
+
+@contextlib.contextmanager
+def exclusive(run: LocalRun) -> Iterator[None]:
+    """Holds the run's folder: two launchers would overwrite each other's config and Redis data.
+
+    Raises:
+        StartupError: another launcher holds it.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with (run.folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it when the process dies
+        except BlockingIOError as error:
+            raise StartupError(
+                f"run.id {run.config.run.id}: another `headrace run` works in {run.folder}; stop it or set another id"
+            ) from error
+        yield
 
 
 def write(run: LocalRun) -> None:

@@ -93,6 +93,13 @@ def test_an_unknown_environment_class_is_named(tmp_path):
     assert_one_line(tmp_path, launched, "gess_number")
 
 
+def test_a_run_that_another_launcher_works_on_is_left_alone(tmp_path):
+    overrides = {"run.id": "mine", "run.directory": str(tmp_path / "runs")}
+    with local_run.exclusive(local_run.plan(run_config.load(RUN_FILE, overrides=overrides))):
+        assert_one_line(tmp_path, headrace(tmp_path, "--set", "run.id=mine"), "run.id mine: another")
+    assert not (tmp_path / "runs" / "mine" / "config.yaml").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_everything(tmp_path, number):
     launched = headrace(tmp_path)
