@@ -159,8 +159,8 @@ class Checkpoint(_Section):
     keep: Count = 2
     max_unacknowledged_bytes: Count = Field(
         256 * 1024 * 1024,
-        description="consumed groups that wait in Redis for a checkpoint; past it one is due. Keep it well below Redis's"
-        " maxmemory: a Redis that is full of them takes no group more",
+        description="consumed groups that wait in Redis for a checkpoint; past it one is due. Keep it well below"
+        " Redis's maxmemory: a Redis that is full of them takes no group more",
     )
 
 
