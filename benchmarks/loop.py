@@ -41,7 +41,6 @@ from tests.processes import ROOT
 BATCH, GROUP, CONCURRENCY = 4, 4, 64
 TURNS, LATENCY_S, SIGMA, GENERATION_S = 4, 0.5, 1.0, 0.05
 ACTION_TOKENS, VOCABULARY = 16, 512
-LAYERS = 8  # makes training about as long as rollout, which is where waiting for each other would cost the most
 OBSERVED_WORDS = ("guess", "a", "number", "higher", "found")
 
 
@@ -63,34 +62,43 @@ class Loop:
 def main() -> None:
     """Measures, prints the table, writes results/loop.json."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loop", description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--steps", type=int, default=30, help="steps of each of our runs")
-    parser.add_argument("--warm-up", type=int, default=8, help="steps at the start that are not measured")
+    parser.add_argument("--steps", type=int, default=26, help="steps of each of our runs")
+    parser.add_argument("--warm-up", type=int, default=7, help="steps at the start that are not measured")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8], help="sizes of the model, one after another")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 3], help="values of max_staleness")
     parser.add_argument("--tunix-steps", type=int, default=14, help="steps of Tunix; 0 leaves it out")
     options = parser.parse_args()
 
-    rival = measure_tunix(options.tunix_steps) if options.tunix_steps else None
-    ours = {staleness: measure(staleness, options.steps, options.warm_up) for staleness in options.staleness}
-
-    rows = [
-        row(f"Headrace, staleness {staleness}", loop, admission(staleness, loop)) for staleness, loop in ours.items()
-    ]
-    if rival:
-        rows.append(row(f"Tunix {tunix_venv.VERSION}, off_policy_steps 1", rival, math.nan))
-    header = ("", "trajectories/s", "bound", "of bound", "admission limit", "trainer idle", "train s/step")
-    print(results.table(header, rows))
+    measured: list[Figure] = []
+    for layers in options.layers:
+        rival = measure_tunix(options.tunix_steps, layers) if options.tunix_steps else None
+        ours = {
+            staleness: measure(staleness, options.steps, options.warm_up, layers) for staleness in options.staleness
+        }
+        rows = [
+            row(f"Headrace, staleness {staleness}", loop, admission(staleness, loop))
+            for staleness, loop in ours.items()
+        ]
+        if rival:
+            rows.append(row(f"Tunix {tunix_venv.VERSION}, off_policy_steps 1", rival, math.nan))
+        name = f"a model of {layers} layers"
+        header = (name, "trajectories/s", "bound", "of bound", "admission limit", "trainer idle", "train s/step")
+        print(results.table(header, rows), flush=True)
+        measured += [figure for item in ours.items() for figure in figures(*item, rival, layers)]
     if options.steps == parser.get_default("steps"):
-        print(results.write("loop", [figure for item in ours.items() for figure in figures(*item, rival)]))
+        print(results.write("loop", measured))
 
 
-def measure(staleness: int, steps: int, warm_up: int) -> Loop:
+def measure(staleness: int, steps: int, warm_up: int, layers: int) -> Loop:
     """Runs our loop once."""
-    print(f"running Headrace at max_staleness {staleness}", file=sys.stderr)
+    print(f"running Headrace at max_staleness {staleness}, {layers} layers", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="headrace-loop-") as folder:
         path = Path(folder)
         engine_port, trainer = processes.free_port(), f"127.0.0.1:{processes.free_port()}"
         run_file = path / "run.yaml"
-        run_file.write_text(yaml.safe_dump(run_config(path, staleness, steps, engine_port, trainer)))
+        run_file.write_text(
+            yaml.safe_dump(run_config(path, staleness, steps, layers=layers, engine_port=engine_port, trainer=trainer))
+        )
         script = {
             "tokens": "random",
             "choices": list(range(10, VOCABULARY)),
@@ -127,20 +135,22 @@ def steady(steps: Sequence[Step], warm_up: int) -> Loop:
     )
 
 
-def measure_tunix(steps: int) -> Loop:
+def measure_tunix(steps: int, layers: int) -> Loop:
     """Runs Tunix once."""
     python = tunix_venv.ensure(ROOT / ".cache" / "tunix")
-    print(f"running Tunix {tunix_venv.VERSION}", file=sys.stderr)
+    print(f"running Tunix {tunix_venv.VERSION}, {layers} layers", file=sys.stderr)
     command = [str(python), "-m", "benchmarks.tunix_agentic", "--steps", str(steps), "--batch", str(BATCH)]
     command += ["--group", str(GROUP), "--concurrency", str(CONCURRENCY), "--turns", str(TURNS)]
-    command += ["--layers", str(LAYERS)]
+    command += ["--layers", str(layers)]
     command += ["--latency", str(LATENCY_S), "--sigma", str(SIGMA), "--generation", str(GENERATION_S)]
     answer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     values = json.loads(answer.stdout.splitlines()[-1])
     return Loop(values["trajectories_per_s"], values["trainer_idle_fraction"], values["train_s"])
 
 
-def run_config(folder: Path, staleness: int, steps: int, engine_port: int, trainer: str) -> dict[str, object]:
+def run_config(
+    folder: Path, staleness: int, steps: int, *, layers: int, engine_port: int, trainer: str
+) -> dict[str, object]:
     """The run file: the shapes of benchmarks/tunix_agentic.py."""
     return {
         "run": {"id": "loop", "directory": str(folder)},
@@ -149,7 +159,7 @@ def run_config(folder: Path, staleness: int, steps: int, engine_port: int, train
                 "architecture": "LlamaForCausalLM",
                 "hidden_size": 256,
                 "intermediate_size": 1024,
-                "num_hidden_layers": LAYERS,
+                "num_hidden_layers": layers,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "head_dim": 64,
@@ -214,9 +224,9 @@ def row(name: str, loop: Loop, admission_per_s: float) -> list[str]:
     ]
 
 
-def figures(staleness: int, loop: Loop, rival: Loop | None) -> list[Figure]:
+def figures(staleness: int, loop: Loop, rival: Loop | None, layers: int) -> list[Figure]:
     """What goes into the file."""
-    suffix = f"staleness_{staleness}"
+    suffix = f"layers_{layers}_staleness_{staleness}"
     return [
         Figure(
             f"loop_trajectories_per_s_{suffix}",

@@ -22,13 +22,17 @@ class Figure:
 
 
 def write(name: str, figures: Sequence[Figure], *, folder: Path = FOLDER) -> Path:
-    """Writes <name>.json, {metric: {"ours", "rival", "limit", "unit"}}, and returns its path."""
+    """Writes <name>.json, {metric: {"ours", "rival", "limit", "unit"}}, and returns its path.
+
+    Metrics that an earlier run wrote and this one did not measure stay.
+    """
     folder.mkdir(exist_ok=True)
-    content = {
+    path = folder / f"{name}.json"
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content |= {
         figure.metric: {"ours": figure.ours, "rival": figure.rival, "limit": figure.limit, "unit": figure.unit}
         for figure in figures
     }
-    path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 

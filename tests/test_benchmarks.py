@@ -51,3 +51,5 @@ def test_results_are_a_table_and_a_file(tmp_path):
     ]
     path = results.write("some", [Figure("speed", 2.0, 1.0, None, "1/s")], folder=tmp_path)
     assert json.loads(path.read_text()) == {"speed": {"ours": 2.0, "rival": 1.0, "limit": None, "unit": "1/s"}}
+    results.write("some", [Figure("other", 1.0, None, 3.0, "1")], folder=tmp_path)
+    assert set(json.loads(path.read_text())) == {"speed", "other"}
