@@ -7,7 +7,9 @@ A service's `__main__` calls `main(run)`. `run` starts a Server, marks it servin
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
@@ -89,12 +91,11 @@ class Server:
             add(servicer, server)
         described = [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(described, server)
+        _refuse_taken(listen)
         try:
             port = server.add_insecure_port(listen)
-        except RuntimeError as error:
+        except RuntimeError as error:  # taken since we looked
             raise AddressInUse(f"--listen {listen} cannot be bound: is the port taken? choose another") from error
-        if port == 0:
-            raise AddressInUse(f"--listen {listen} cannot be bound: is the port taken? choose another")
         self = cls(server, port, health, ["", *names])
         await self.set_serving(False)
         # Whether the process answers at all, ready or not: a liveness probe must not end a service that waits.
@@ -148,6 +149,27 @@ def main(run: Callable[[], Coroutine[Any, Any, int | None]]) -> None:
             _complain(leaf)
         code = 2
     sys.exit(code)
+
+
+def _refuse_taken(listen: str) -> None:
+    """Raises AddressInUse, with the system's reason, where gRPC would log lines of its own and keep the reason there."""
+    host, _, port = listen.rpartition(":")
+    refused: list[OSError] = []
+    try:
+        found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        found, refused = [], [error]
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            refused.append(error)
+    # A name may stand for an address of a family that this machine does not have.
+    if any(error.errno == errno.EADDRINUSE for error in refused) or len(refused) >= max(1, len(found)):
+        reason = refused[0].strerror or str(refused[0])
+        raise AddressInUse(f"--listen {listen} cannot be bound ({reason}); give a free HOST:PORT of this machine")
 
 
 def _complain(error: BaseException) -> None:

@@ -72,14 +72,16 @@ def test_the_policy_is_a_hugging_face_folder(strict_run):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampler_and_trainer_agree_on_long_replies(tmp_path, temperature):
-    with LoopRun(tmp_path, "tests/envs/monologue.yaml", {"rollout.temperature": temperature}) as run:
+@pytest.mark.parametrize("tokens", [8, 200])
+def test_sampler_and_trainer_agree_at_every_length_and_temperature(tmp_path, temperature, tokens):
+    changes = {"rollout.temperature": temperature, "rollout.max_action_tokens": tokens}
+    with LoopRun(tmp_path, "tests/envs/monologue.yaml", changes) as run:
         run.start()
         run.wait()
         for line in run.metrics():
             assert line["sampler_gap"] <= 1e-4
             assert line["sampler_gap_max"] <= 1e-3
-            assert line["action_tokens"] / line["trajectories"] > 100
+            assert line["action_tokens"] / line["trajectories"] > tokens / 2
 
 
 async def test_killing_every_service_loses_and_repeats_nothing(tmp_path):

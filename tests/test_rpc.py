@@ -62,11 +62,18 @@ async def test_reflection_lists_the_service():
     await server.stop(0)
 
 
-async def test_a_taken_port_is_refused():
+async def test_a_taken_port_is_refused_in_one_line(capfd):
     server = await start(Slow())
-    with pytest.raises(rpc.AddressInUse, match="--listen"):
+    with pytest.raises(rpc.AddressInUse, match=r"--listen .* cannot be bound \(Address already in use\)"):
         await rpc.Server.start(f"127.0.0.1:{server.port}", [])
+    assert capfd.readouterr().err == ""
     await server.stop(0)
+
+
+@pytest.mark.parametrize("listen", ["no.such.host.invalid:0", "127.0.0.1:http-nonsense", "192.0.2.1:0", "127.0.0.1"])
+async def test_an_impossible_address_is_refused(listen):
+    with pytest.raises(rpc.AddressInUse, match="--listen"):
+        await rpc.Server.start(listen, [])
 
 
 async def test_stop_lets_a_running_call_end():
