@@ -152,7 +152,7 @@ def main(run: Callable[[], Coroutine[Any, Any, int | None]]) -> None:
 
 
 def _refuse_taken(listen: str) -> None:
-    """Raises AddressInUse, with the system's reason, where gRPC would log lines of its own and keep the reason there."""
+    """Raises AddressInUse with the system's reason; gRPC would log lines of its own and keep the reason there."""
     host, _, port = listen.rpartition(":")
     refused: list[OSError] = []
     try:
