@@ -24,7 +24,7 @@ from headrace import config, model_folder, rpc, telemetry
 from headrace.errors import AddressInUse, StartupError
 from services.inference.metrics import Metrics
 from services.inference.server import Server
-from services.inference.weights import Puller, Version
+from services.inference.weights import Hold, Puller, Version
 
 log = logging.getLogger("services.inference")
 
@@ -47,8 +47,8 @@ async def run(arguments: argparse.Namespace) -> None:
     def died(reason: str) -> None:
         loop.call_soon_threadsafe(_fail, death, reason)
 
-    metrics = Metrics()
-    server = Server(metrics)
+    metrics, hold = Metrics(), Hold()
+    server = Server(metrics, hold)
     async with contextlib.AsyncExitStack() as stack:
         port = await stack.enter_async_context(_listening(arguments.listen, server))
         log.info("engine %s of run %s listens on port %d", arguments.name, settings.run.id, port)
@@ -69,7 +69,9 @@ async def run(arguments: argparse.Namespace) -> None:
             log.info("version %d is in use: staged in %.3f s, swapped in %.4f s", version.policy_version, *seconds)
 
         channel = await stack.enter_async_context(rpc.channel(settings.trainer.address))
-        puller = Puller(channel, engine=arguments.name, run_id=settings.run.id, install=install, observer=metrics)
+        puller = Puller(
+            channel, engine=arguments.name, run_id=settings.run.id, install=install, observer=metrics, hold=hold
+        )
         async with asyncio.TaskGroup() as tasks:
             pulling = tasks.create_task(puller.run())
             ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait()), death, pulling]

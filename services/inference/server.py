@@ -2,6 +2,7 @@
 
 POST /generate takes a tokenized request and answers once it has ended, with the ids, logprobs and versions of what was
 sampled. It holds a request until the weights are as new as the request demands, and aborts one whose client has left.
+POST /weights {"hold_s": n} keeps the engine on the version that it holds for n seconds; 0 lets it follow the trainer.
 What this file does not route goes to the stock application, whose own /generate is found at /sglang/generate.
 
 Written as a bare ASGI application: agents make very many short calls, and FastAPI's machinery costs more than the call.
@@ -23,6 +24,7 @@ from services.inference.request import BadRequest, Request, parse
 if TYPE_CHECKING:  # the engine is loaded after the port is bound: that takes seconds
     from services.inference.scheduler import Finished
     from services.inference.sglang_jax import Engine
+from services.inference.weights import Hold
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -31,6 +33,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _UNWATCHED_S = 0.25  # a request that ends within it is answered without asking whether its client still listens
 _CLIENT_LEFT = 499
+_LONGEST_HOLD_S = 86_400.0
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -38,10 +41,11 @@ _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 class Server:
     """The application. It answers from the start; `engine` and `stock` join when they are up."""
 
-    def __init__(self, metrics: Metrics):
+    def __init__(self, metrics: Metrics, hold: Hold):
         self.engine: Engine | None = None
         self.stock: Application | None = None
         self._metrics = metrics
+        self._hold = hold
         self._draining = asyncio.Event()
         self._unanswered = 0
         self._idle = asyncio.Event()
@@ -75,6 +79,8 @@ class Server:
             return await _send(send, 200, self._metrics.text(), content_type=_PROMETHEUS)
         if method == "POST" and path == "/abort_request":
             return await _send(send, *self._abort(await _read(receive)))
+        if method == "POST" and path == "/weights":
+            return await _send(send, *self._control_weights(await _read(receive)))
         status, body = self._ready()
         if self.stock is None or status != 200:
             return await _send(send, status, body)
@@ -148,6 +154,17 @@ class Server:
             for engine_id in self._engine_ids.get(rid, ()):
                 self.engine.abort(engine_id)
         return 200, {}
+
+    def _control_weights(self, data: bytes | None) -> tuple[int, Any]:
+        try:
+            seconds = orjson.loads(data or b"")["hold_s"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            return 400, _error('send {"hold_s": SECONDS}')
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST_HOLD_S:
+            return 400, _error(f"hold_s is {seconds!r}; it must be a number from 0 to {_LONGEST_HOLD_S:.0f}")
+        self._hold.set(seconds)
+        version = self.engine.policy_version if self.engine else None
+        return 200, {"policy_version": version, "hold_s": seconds}
 
     def _ready(self) -> tuple[int, Any]:
         if self._draining.is_set():

@@ -8,11 +8,15 @@ Blocks on the trainer. The trainer may be absent, start later, restart or vanish
 with growing pauses, and the engine serves what it holds meanwhile. A damaged transfer is pulled again as a whole; a
 version that the trainer no longer keeps is passed over for the next; a version that is not newer, or another run's, is
 refused.
+
+A Hold keeps the engine on its version for a while, for evaluation or a look at one policy. It ends by itself, so that
+no engine stays behind because whoever held it has died.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import random
@@ -49,6 +53,32 @@ class Version:
     tensors: Mapping[str, np.ndarray]
 
 
+class Hold:
+    """While it lasts, the puller replaces nothing."""
+
+    def __init__(self) -> None:
+        self._until_s = 0.0
+        self._changed = asyncio.Event()
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds that it lasts yet."""
+        return max(0.0, self._until_s - time.monotonic())
+
+    def set(self, seconds: float) -> None:
+        """Lasts so many seconds from now, whatever was set before; 0 ends it."""
+        self._until_s = time.monotonic() + seconds
+        self._changed.set()
+
+    async def ended(self) -> None:
+        """Returns once it does not last."""
+        while left_s := self.remaining_s:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+
+
 class PullObserver(Protocol):
     """What wants to know how pulls end."""
 
@@ -67,12 +97,14 @@ class Puller:
         run_id: str,
         install: Callable[[Version], Awaitable[None]],
         observer: PullObserver,
+        hold: Hold,
     ):
         self._trainer = trainer_service_pb2_grpc.TrainerServiceStub(channel)
         self._engine = engine
         self._run_id = run_id
         self._install = install
         self._observer = observer
+        self._hold = hold
         self._held: int | None = None
 
     async def run(self) -> None:
@@ -100,6 +132,8 @@ class Puller:
                 if version is None:
                     outcome = "wrong_run"
                 else:
+                    if self._held is not None:
+                        await self._hold.ended()  # it may have begun during the pull
                     await self._install(version)
                     self._held = version.policy_version
                     pause_s = _FIRST_PAUSE_S
@@ -128,6 +162,8 @@ class Puller:
                     if news.policy_version < self._held:
                         log.warning("keeping version %d: %d is older", self._held, news.policy_version)
                     continue
+                if self._held is not None:
+                    await self._hold.ended()
                 start_s = time.monotonic()
                 version = await self._get(news)
                 self._observer.pulled("ok", time.monotonic() - start_s)

@@ -180,6 +180,26 @@ async def test_a_request_waits_for_the_version_that_it_demands(engine):
     assert old["meta_info"]["policy_versions"] == [[demanded, 3]]
 
 
+async def test_a_held_engine_keeps_its_version_until_released(engine):
+    held, prompt = engine.newest, engine.prompt(8, seed=82)
+
+    async def hold(body: object) -> tuple[int, dict]:
+        async with aiohttp.ClientSession() as session, session.post(engine.url + "/weights", json=body) as reply:
+            return reply.status, await reply.json()
+
+    assert await hold({"hold_s": 60}) == (200, {"policy_version": held, "hold_s": 60})
+    await asyncio.to_thread(engine.publish, held + 1, wait=False)
+    await asyncio.sleep(0.3)  # that nothing happens is under test
+    assert (await engine.generate([prompt], 3))[0]["meta_info"]["policy_versions"] == [[held, 3]]
+    assert (await hold({"hold_s": 0}))[0] == 200
+    released = (await engine.generate([prompt], 3, min_policy_version=held + 1))[0]
+    assert released["meta_info"]["policy_versions"] == [[held + 1, 3]]
+    for wrong in ({}, [], {"hold_s": -1}, {"hold_s": True}, {"hold_s": "1"}, {"hold_s": 1e9}):
+        status, answer = await hold(wrong)
+        assert status == 400
+        assert "hold_s" in answer["error"]["message"]
+
+
 async def test_an_aborted_request_returns_what_it_sampled(engine):
     prompt = engine.prompt(8, seed=81)
     running = asyncio.create_task(engine.generate([prompt], 450, rid="mine"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace import rpc
-from services.inference.weights import Puller, Version
+from services.inference.weights import Hold, Puller, Version
 from tests.inference.trainer import Trainer
 from tests.processes import free_port
 
@@ -53,8 +53,15 @@ def _tensors(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def _puller(address: str, installed: Installed) -> Puller:
-    return Puller(rpc.channel(address), engine="engine-0", run_id="test", install=installed.install, observer=installed)
+def _puller(address: str, installed: Installed, hold: Hold | None = None) -> Puller:
+    return Puller(
+        rpc.channel(address),
+        engine="engine-0",
+        run_id="test",
+        install=installed.install,
+        observer=installed,
+        hold=hold or Hold(),
+    )
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -147,4 +154,33 @@ async def test_the_trainer_may_start_later_and_restart():
             await trainer.publish(version, _tensors(version))
             await installed.wait_for(*range(1, version + 1))
             await trainer.stop()
+        task.cancel()
+
+
+async def test_a_held_engine_keeps_its_version_until_it_is_released(trainer):
+    installed, hold = Installed(), Hold()
+    hold.set(600)  # the first version is taken all the same: an engine without weights serves nobody
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(_puller(trainer.address, installed, hold).run())
+        await trainer.publish(3, _tensors(3))
+        await installed.wait_for(3)
+        await _until(lambda: trainer.watches[-1] == 3)
+        await trainer.publish(4, _tensors(4))
+        await asyncio.sleep(0.3)  # that nothing happens is under test
+        assert [version.policy_version for version in installed.versions] == [3]
+        hold.set(0)
+        await installed.wait_for(3, 4)
+        task.cancel()
+
+
+async def test_a_hold_ends_by_itself(trainer):
+    installed, hold = Installed(), Hold()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(_puller(trainer.address, installed, hold).run())
+        await trainer.publish(3, _tensors(3))
+        await installed.wait_for(3)
+        hold.set(0.2)
+        await trainer.publish(4, _tensors(4))
+        await installed.wait_for(3, 4)
+        assert hold.remaining_s == 0
         task.cancel()
