@@ -166,9 +166,14 @@ class Streams:
 
     async def take_over(self, gateway: str, count: int) -> list[Ticket]:
         """Up to `count` tickets whose holders kept silent for the claim timeout, or gave them back."""
-        _, entries, *_ = await self._redis.xautoclaim(
-            self._tasks, _GATEWAYS, gateway, min_idle_time=self._claim_timeout_ms, count=count
+        # XAUTOCLAIM looks at ten times `count` claims and no further: one behind them would wait for theirs to end.
+        silent = await self._redis.xpending_range(
+            self._tasks, _GATEWAYS, min="-", max="+", count=count, idle=self._claim_timeout_ms
         )
+        if not silent:
+            return []
+        ids = [claim["message_id"] for claim in silent]
+        entries = await self._redis.xclaim(self._tasks, _GATEWAYS, gateway, self._claim_timeout_ms, ids)
         return [_ticket(entry_id, fields) for entry_id, fields in entries if fields is not None]
 
     async def keep_claims(self, gateway: str, ticket_ids: Iterable[str]) -> set[str]:

@@ -62,6 +62,15 @@ async def test_a_kept_claim_is_not_taken_over(streams):
     assert await streams.take_over("b", 1) == []
 
 
+async def test_a_silent_claim_is_found_behind_many_that_are_kept(streams):
+    await streams.issue([task(number) for number in range(101)], first_sequence=0)
+    *kept, silent = await streams.claim("a", 101, 0)
+    await asyncio.sleep(0.25)
+    assert await streams.keep_claims("a", [ticket.ticket_id for ticket in kept]) == set()
+    assert await streams.take_over("b", 4) == [silent]
+    assert await streams.take_over("c", 4) == []
+
+
 async def test_a_released_ticket_is_free_at_once(streams):
     await streams.issue([task(0), task(1)], first_sequence=0)
     mine, other = await streams.claim("a", 2, 0)

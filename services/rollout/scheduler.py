@@ -106,11 +106,11 @@ class Scheduler:
                 delay_s = await self._back_off("claim tickets", error, delay_s)
                 with contextlib.suppress(RedisError):
                     await self._streams.open()  # it may have come back without its memory
-            if self.draining:
-                await self._give_back(tickets)
-                return
-            for ticket in tickets:
-                self._start(ticket, tasks)
+            # A Redis that lost its last second hands out again what is in work here: the claim is all that was missing.
+            tickets = [ticket for ticket in tickets if ticket.ticket_id not in self._held]
+            while tickets and not self.draining and self._has_room():
+                self._start(tickets.pop(0), tasks)
+            await self._give_back(tickets)  # a drain has begun, or RunEpisodes took their places meanwhile
 
     def _has_room(self) -> bool:
         unpublished = sum(held.ended for held in self._held.values())
@@ -118,7 +118,7 @@ class Scheduler:
         return self._slots.free >= settings.group_size and unpublished < settings.max_unpublished_groups
 
     async def _take_over(self, count: int) -> list[Ticket]:
-        """Tickets of silent gateways and of an earlier process of this name, not those that are in work here."""
+        """Tickets of silent gateways, and of an earlier process of this name."""
         tickets = await self._streams.take_over(self._gateway, count)
         tickets = [ticket for ticket in tickets if ticket.ticket_id not in self._held]
         metrics.claimed_tickets.labels("taken_over").inc(len(tickets))
@@ -181,7 +181,6 @@ class Scheduler:
         """Renews the claims until it is cancelled; abandons what another gateway has by now."""
         delay_s = _FIRST_DELAY_S
         while True:
-            await asyncio.sleep(self._renewal_s)
             try:
                 lost = await self._streams.keep_claims(self._gateway, list(self._held))
                 delay_s = _FIRST_DELAY_S
@@ -194,6 +193,7 @@ class Scheduler:
                     log.warning("the claim of ticket %s is lost; its episodes are cancelled", ticket_id)
                     metrics.lost_claims.inc()
                     self._work[ticket_id].cancel()
+            await asyncio.sleep(self._renewal_s)
 
     async def _give_back(self, tickets: list[Ticket]) -> None:
         with contextlib.suppress(RedisError):  # then they are taken over once the claim timeout has passed

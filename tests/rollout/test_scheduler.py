@@ -220,6 +220,19 @@ async def test_a_lost_claim_is_abandoned(start):
         assert await run.streams.ticket_count() == 1 and await run.streams.group_count() == 0
 
 
+async def test_a_claim_that_redis_forgot_is_renewed_and_its_ticket_run_once(start):
+    slots = Slots(8)
+    async with start(sleeps(2.0), claim_timeout_s=60) as run, run.gateway(slots=slots) as gateway:
+        await run.issue(task(0))
+        await eventually(lambda: run.environment.open == 2)
+        # As after a restart of Redis without its last second.
+        await run.client.xack(TASKS, "gateways", await run.held_ticket())
+        await run.client.xgroup_setid(TASKS, "gateways", "0")
+        check((await run.groups(1))[0])
+        assert len(run.environment.tasks) == 2
+        assert await gateway.drain(5) == 0 and slots.free == 8
+
+
 async def test_a_late_publication_is_discarded(start):
     async with start(sleeps(1.0), claim_timeout_s=60) as run, run.gateway("slow") as slow:
         await run.issue(task(0))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
 import grpc
 import pytest
@@ -20,12 +21,16 @@ from tests.rollout.scripted_environment import ScriptedEnvironment, says, turns
 from tests.scripted_engine import ScriptedEngine
 
 
+@dataclasses.dataclass
 class Gateway:
     """One gateway's parts, and a stub that calls it."""
 
-    def __init__(self, engine, environment, scheduler, slots, stub):
-        self.engine, self.environment, self.scheduler, self.slots = engine, environment, scheduler, slots
-        self.stub = stub
+    engine: ScriptedEngine
+    environment: ScriptedEnvironment
+    scheduler: Scheduler
+    slots: Slots
+    streams: stream.Streams
+    stub: rollout_service_pb2_grpc.RolloutServiceStub
 
     async def episodes(self, *tasks, count=1, **sampling):
         request = pb.RunEpisodesRequest(tasks=tasks, episodes_per_task=count, sampling=pb.Sampling(**sampling))
@@ -54,7 +59,7 @@ def start(tmp_path, redis_url):
             server = await rpc.Server.start("127.0.0.1:0", [(SERVICE_NAME, add, servicer)])
             async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
                 stub = rollout_service_pb2_grpc.RolloutServiceStub(channel)
-                yield Gateway(engine, environment, scheduler, slots, stub)
+                yield Gateway(engine, environment, scheduler, slots, streams, stub)
             await server.stop(0)
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -79,6 +84,20 @@ async def test_episodes_stream_as_they_end_within_the_places(start):
     assert after.running_episodes == 0 and after.gateway == "gateway-0" and not after.draining
     (engine,) = after.engines
     assert engine.url == gateway.engine.url and engine.healthy and engine.policy_version == 3
+
+
+async def test_calls_may_take_the_places_for_which_a_ticket_is_being_claimed(start):
+    async def play(_task, _session):
+        yield says("guess a number")
+        await asyncio.sleep(1)
+        yield says("found", 1.0, terminated=True)
+
+    async with start(play) as gateway:
+        calling = asyncio.create_task(gateway.episodes(task(0), count=3))
+        await eventually(lambda: gateway.slots.free == 1)
+        await gateway.streams.issue([task(1)], first_sequence=0)
+        assert len(await calling) == 3
+        assert len(await gateway.streams.read_groups(1, 5)) == 1
 
 
 async def test_sampling_may_be_greedy_and_short(start):
