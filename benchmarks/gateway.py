@@ -37,8 +37,8 @@ async def measure(group_count: int) -> list[Figure]:
         wall_s, cpu_s = time.perf_counter() - start_s, _cpu_s(gateway.pid) - cpu_s
     steps = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
     return [
-        Figure("gateway processor time by step", cpu_s / steps * 1e6, None, None, "us"),
-        Figure("steps by second, all processes on this machine", steps / wall_s, None, None, "1/s"),
+        Figure("gateway_cpu_per_step", cpu_s / steps * 1e6, None, None, "us"),
+        Figure("gateway_steps_per_s", steps / wall_s, None, None, "1/s"),
     ]
 
 
