@@ -18,10 +18,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from headrace import address
 from headrace.errors import StartupError
 
+
+def _check_address(value: str) -> str:
+    if value and "://" not in value and not value.startswith("unix:"):
+        host, port = address.split(value)
+        if not host or not port:
+            raise ValueError(f"{value!r} names no host or no port; give both")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_check_address)]
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -174,7 +185,7 @@ class Mesh(_Section):
 class Trainer(_Section):
     """The learner."""
 
-    address: str = Field("", description="host:port at which engines reach the trainer")
+    address: Address = Field("", description="host:port at which engines reach the trainer")
     steps: Count = Field(description="optimizer batches that the run ends after")
     groups_per_step: Count
     max_staleness: int = Field(1, ge=0, description="oldest token that may be trained on, in versions")
@@ -236,7 +247,7 @@ class Inference(_Section):
     """The engines."""
 
     replicas: Count = Field(1, description="engines that `headrace run` starts")
-    addresses: list[str] = Field([], description="host:port of each engine")
+    addresses: list[Address] = Field([], description="host:port of each engine")
     device: Literal["cpu", "tpu", "cuda"] = "cpu"
     context_length: Count = Field(256, description="tokens of one request at the most")
     max_running_requests: Count = 64
@@ -256,7 +267,7 @@ class Environment(_Section):
     """One environment of the run; its key is the name that tasks carry."""
 
     implementation: str = Field("", alias="class", description="name in services/envs/catalog.py or module:Class")
-    address: str = Field("", description="host:port of its server; empty: `headrace run` starts one")
+    address: Address = Field("", description="host:port of its server; empty: `headrace run` starts one")
     options: dict[str, Any] = Field({}, description="keyword arguments of the class")
     split: str = "train"
     task_count: Count | None = Field(

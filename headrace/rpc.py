@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from headrace import address
 from headrace.errors import AddressInUse, StartupError
 
 MESSAGE_LIMIT_BYTES = 512 * 1024 * 1024
@@ -81,6 +82,7 @@ class Server:
 
         Raises:
             AddressInUse: the port is taken.
+            StartupError: it is no address.
         """
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         health = HealthServicer()
@@ -153,17 +155,20 @@ def main(run: Callable[[], Coroutine[Any, Any, int | None]]) -> None:
 
 def _refuse_taken(listen: str) -> None:
     """Raises AddressInUse with the system's reason; gRPC would log lines of its own and keep the reason there."""
-    host, _, port = listen.rpartition(":")
+    try:
+        host, port = address.split(listen)
+    except ValueError as error:
+        raise StartupError(f"--listen {error}") from error
     refused: list[OSError] = []
     try:
-        found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         found, refused = [], [error]
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, place in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
+                probe.bind(place)
         except OSError as error:
             refused.append(error)
     # A name may stand for an address of a family that this machine does not have.

@@ -13,7 +13,8 @@ from typing import Literal
 
 import prometheus_client
 
-from headrace.errors import AddressInUse
+from headrace import address
+from headrace.errors import AddressInUse, StartupError
 
 
 def configure(service: str, *, level: str = "info", log_format: Literal["text", "json"] = "text") -> None:
@@ -30,10 +31,14 @@ def serve_metrics(listen: str) -> int:
 
     Raises:
         AddressInUse: the port is taken.
+        StartupError: it is no address.
     """
-    host, _, port = listen.rpartition(":")
     try:
-        server, _ = prometheus_client.start_http_server(int(port), addr=host or "0.0.0.0")
+        host, port = address.split(listen)
+    except ValueError as error:
+        raise StartupError(f"--metrics-listen {error}") from error
+    try:
+        server, _ = prometheus_client.start_http_server(port, addr=host or "0.0.0.0")
     except OSError as error:
         raise AddressInUse(f"--metrics-listen {listen} cannot be bound: is the port taken? choose another") from error
     return server.server_port

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import uvicorn
 import uvloop
 
-from headrace import config, model_folder, rpc, telemetry
+from headrace import address, config, model_folder, rpc, telemetry
 from headrace.errors import AddressInUse, StartupError
 from services.inference.metrics import Metrics
 from services.inference.server import Server
@@ -129,11 +129,12 @@ def _prepare_jax(inference: config.Inference) -> None:
 @contextlib.asynccontextmanager
 async def _listening(listen: str, application: object) -> AsyncIterator[int]:
     """An HTTP server on "host:port" (port 0: any) while the body runs; yields the port."""
-    host, _, port = listen.rpartition(":")
     try:
-        listener = socket.create_server((host or "0.0.0.0", int(port)), backlog=4096)
+        host, port = address.split(listen)
     except ValueError as error:
-        raise StartupError(f"--listen {listen} is no HOST:PORT") from error
+        raise StartupError(f"--listen {error}") from error
+    try:
+        listener = socket.create_server((host or "0.0.0.0", port), backlog=4096)
     except OSError as error:
         raise AddressInUse(f"--listen {listen} cannot be bound: is the port taken? choose another") from error
     http = _Http(
@@ -163,10 +164,15 @@ class _Http(uvicorn.Server):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m services.inference", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m services.inference",
+        description="An inference engine: SGLang-JAX behind HTTP. Listens at once, pulls the policy's weights from the"
+        " trainer, however late that starts, is ready (GET /ready) when it holds some, and follows each new version."
+        " SIGTERM drains it. Run as many as you like.",
+    )
     parser.add_argument("--config", required=True, metavar="RUN.yaml", help="the run file, the same for every service")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to serve HTTP, /metrics included")
-    parser.add_argument("--name", default="engine-0", help="unique among the run's engines")
+    parser.add_argument("--name", default="engine-0", help="unique among the run's engines (%(default)s)")
     arguments = parser.parse_args()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     rpc.main(lambda: run(arguments))

@@ -153,9 +153,15 @@ def main() -> None:
         description="A rollout gateway: claims tickets from Redis, runs their episodes against environments and"
         " engines, and publishes the groups. Run as many as you like.",
     )
-    parser.add_argument("--config", required=True, help="the run file, YAML, the same for every service")
-    parser.add_argument("--listen", default="0.0.0.0:7100", help="HOST:PORT of the RolloutService (gRPC)")
-    parser.add_argument("--metrics-listen", default="0.0.0.0:9100", help="HOST:PORT of Prometheus /metrics")
+    parser.add_argument(
+        "--config", required=True, metavar="RUN.yaml", help="the run file, YAML, the same for every service"
+    )
+    parser.add_argument(
+        "--listen", default="0.0.0.0:7100", metavar="HOST:PORT", help="RolloutService, gRPC (%(default)s)"
+    )
+    parser.add_argument(
+        "--metrics-listen", default="0.0.0.0:9100", metavar="HOST:PORT", help="Prometheus /metrics (%(default)s)"
+    )
     parser.add_argument("--name", required=True, help="name of this gateway, unique within the run")
     arguments = parser.parse_args()
     rpc.main(lambda: run(arguments))

@@ -63,6 +63,7 @@ class Context:
     ):
         self.length = 0
         self.min_policy_version = min_policy_version
+        self.stop_token_ids = stop_token_ids
         self.engine: Engine | None = None
         self.trouble = ""  # why `sample` has not returned yet, where something is wrong
         self.extra_key = ""  # the prefix namespace that the first reply names; later turns stay in it
@@ -270,6 +271,7 @@ class Engines:
                     max_new_tokens=max_new_tokens,
                     min_policy_version=context.min_policy_version,
                     vocabulary_size=self._vocabulary_size,
+                    stop_token_ids=context.stop_token_ids,
                 )
                 outcome = "aborted" if sample.finish_reason == pb.FINISH_REASON_ABORT else "ok"
                 if sample.version_spans:

@@ -30,7 +30,7 @@ async def resolve(address: str) -> frozenset[str]:
     host, _, port = address.rpartition(":")
     try:
         entries = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # a name with a label that is too long cannot be encoded
         return frozenset()
     four = {f"{entry[4][0]}:{port}" for entry in entries if entry[0] == socket.AF_INET}
     six = {f"[{entry[4][0]}]:{port}" for entry in entries if entry[0] == socket.AF_INET6}

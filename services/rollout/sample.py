@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Collection
 
 from headrace.v1 import trajectory_pb2 as pb
 
@@ -34,7 +35,12 @@ class BadReply(ValueError):
 
 
 def read_reply(
-    data: bytes, *, max_new_tokens: int, min_policy_version: int, vocabulary_size: int
+    data: bytes,
+    *,
+    max_new_tokens: int,
+    min_policy_version: int,
+    vocabulary_size: int,
+    stop_token_ids: Collection[int],
 ) -> tuple[Sample, str]:
     """(sample, prefix namespace) of a 200 body of /generate. Raises BadReply."""
     try:
@@ -48,8 +54,10 @@ def read_reply(
         logprob_ids = [entry[1] for entry in entries]
         count = meta["completion_tokens"]
         extra_key = meta["extra_key"]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise BadReply(f"{type(error).__name__}: {str(error)[:200]}") from error
+    if not isinstance(ids, list):
+        raise BadReply(f"output_ids is of type {type(ids).__name__}")
     if ids != logprob_ids:
         raise BadReply(f"output_ids ({len(ids)}) and output_token_logprobs ({len(logprob_ids)}) name different tokens")
     if len(ids) != count:
@@ -77,6 +85,8 @@ def read_reply(
             or max(logprobs) > 1e-3
         ):
             raise BadReply("output_token_logprobs holds what is no log-probability")
+        if reason == pb.FINISH_REASON_ABORT and ids[-1] in stop_token_ids:
+            reason = pb.FINISH_REASON_STOP  # the abort came with the last token: nothing is left to sample
     return Sample(ids, logprobs, spans, reason), extra_key
 
 

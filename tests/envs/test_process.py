@@ -117,6 +117,10 @@ def test_a_server_of_a_class_imports_nothing_heavy():
         (["--class", "chess"], "no environment 'chess': name one of calculator, guess_number"),
         (["--class", "chess:Chess"], "environment chess:Chess cannot be imported: No module named 'chess'"),
         (["--class", "json:dumps"], "json:dumps is no subclass of services.envs.environment.Environment"),
+        (
+            ["--class", "guess_number", "--metrics-listen", "127.0.0.1:99999"],
+            "--metrics-listen '127.0.0.1:99999' is no",
+        ),
         (["--class", "guess_number", "--options", "{"], "--options is not JSON"),
         (["--class", "guess_number", "--options", "[]"], "--options must be a JSON object"),
         (["--class", "guess_number", "--options", '{"turns": 0}'], "refuses its options {'turns': 0}: numbers must be"),

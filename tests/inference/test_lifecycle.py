@@ -115,6 +115,7 @@ def test_a_taken_port_and_a_broken_model_folder_are_told(tmp_path):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         _fails("--config", str(tmp_path / "run.yaml"), "--listen", listen, reason=f"--listen {listen} cannot be bound")
+    _fails("--config", str(tmp_path / "run.yaml"), "--listen", "127.0.0.1:99999", reason="'127.0.0.1:99999' is no HOST")
     (settings.model_path / "config.json").write_text("{")
     _fails("--config", str(tmp_path / "run.yaml"), "--listen", "127.0.0.1:0", reason="config.json")
 

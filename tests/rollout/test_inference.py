@@ -224,7 +224,8 @@ REPLY = (
 
 
 def read(data, **changes):
-    return read_reply(data, **{"max_new_tokens": 2, "min_policy_version": 3, "vocabulary_size": 10, **changes})
+    limits = {"max_new_tokens": 2, "min_policy_version": 3, "vocabulary_size": 10, "stop_token_ids": ()}
+    return read_reply(data, **limits | changes)
 
 
 def test_a_consistent_reply_is_read():
@@ -236,6 +237,7 @@ def test_a_consistent_reply_is_read():
     [
         (b'ids": [4, 1]', b'ids": [4]', "different tokens"),
         (b'ids": [4, 1]', b'ids": [4, 2]', "different tokens"),
+        (b'ids": [4, 1]', b'ids": null', "of type NoneType"),
         (b'tokens": 2', b'tokens": 3', "completion_tokens is 3"),
         (b"[3, 1], [4, 1]", b"[3, 1]", "covers 1 of 2"),
         (b"[3, 1], [4, 1]", b"[3, 3], [4, -1]", "policy_versions is"),
@@ -249,6 +251,7 @@ def test_a_consistent_reply_is_read():
         (b'"extra_key": "3"', b'"extra_key": 3', "extra_key"),
         (REPLY, b"<html>", "JSONDecodeError"),
         (REPLY, b"[]", "TypeError"),
+        (REPLY, b"[" * 100_000, "RecursionError"),
     ],
 )
 def test_a_reply_that_contradicts_itself_is_refused(old, new, word):
@@ -262,6 +265,12 @@ def test_a_reply_that_contradicts_the_request_is_refused():
         read(REPLY, max_new_tokens=1)
     with pytest.raises(BadReply, match=r"no token of 0\.\.3"):
         read(REPLY, vocabulary_size=4)
+
+
+def test_an_abort_that_came_with_a_stop_token_leaves_nothing_to_sample():
+    aborted = REPLY.replace(b'"stop"', b'"abort"')
+    assert read(aborted)[0].finish_reason == pb.FINISH_REASON_ABORT
+    assert read(aborted, stop_token_ids=(1,))[0].finish_reason == pb.FINISH_REASON_STOP
 
 
 def test_pieces_of_an_action_are_joined():

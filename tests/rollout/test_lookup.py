@@ -28,8 +28,9 @@ async def test_a_name_resolves_to_hosts_of_one_family():
     assert await lookup.resolve("localhost:30000") in ({"127.0.0.1:30000"}, {"[::1]:30000"})
 
 
-async def test_a_name_that_is_not_known_resolves_to_nothing():
-    assert await lookup.resolve("no-such-host.invalid:30000") == frozenset()
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 64])
+async def test_a_name_that_is_not_known_resolves_to_nothing(host):
+    assert await lookup.resolve(f"{host}:30000") == frozenset()
 
 
 class Names:
