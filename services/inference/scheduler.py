@@ -166,6 +166,8 @@ class VersionedScheduler(Scheduler):
 
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
         recv_req.extra_key = namespace(recv_req.extra_key, self.policy_version)
+        # A batch computes these logprobs only if all its requests want them, then fails on one of ours without.
+        recv_req.return_output_logprob_only = not recv_req.return_logprob
         self.prompt_tokens += len(recv_req.input_ids)
         parameters = recv_req.sampling_params
         if parameters.sampling_seed is None:
@@ -194,10 +196,10 @@ class VersionedScheduler(Scheduler):
                 finished.append(_finished(req))
         if finished:
             self._mailbox.deliver(finished)
-        if stock:
-            super().stream_output_generation(
-                stock, return_logprob, return_output_logprob_only, cache_miss_count=cache_miss_count
-            )
+        for with_input in (False, True):  # apart, for together their logprobs go to each other
+            alike = [req for req in stock if req.return_logprob == with_input]
+            if alike:
+                super().stream_output_generation(alike, with_input, not with_input, cache_miss_count=cache_miss_count)
 
     def watchdog_thread(self) -> None:
         """Ends this process, not its parent, when one step takes longer than the watchdog's time."""

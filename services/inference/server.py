@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -86,7 +86,8 @@ class Server:
             return await _send(send, status, body)
         if path == "/sglang/generate":
             scope = {**scope, "path": "/generate", "raw_path": b"/generate"}
-        return await self.stock(scope, receive, send)
+        with self._answering():
+            return await self.stock(scope, receive, send)
 
     async def _generate(self, receive: Receive) -> tuple[int, Any]:
         data = await _read(receive)
@@ -99,10 +100,16 @@ class Server:
             request = parse(data, engine)
         except BadRequest as error:
             return 400, _error(str(error))
+        with self._answering():
+            return await self._answer(engine, request, receive)
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """A drain waits for the body's end."""
         self._unanswered += 1
         self._idle.clear()
         try:
-            return await self._answer(engine, request, receive)
+            yield
         finally:
             self._unanswered -= 1
             if not self._unanswered:

@@ -9,6 +9,8 @@ each fault without its fix. Faults that our own code steps around have no functi
 - GET /get_load answers 500 (KeyError 'load') and /metrics is empty: server.py has its own;
 - unseeded requests share seed 42 once seeds are on: scheduler.py gives each request a seed of its own;
 - the watchdog sends SIGQUIT to the parent process: scheduler.py ends this process instead;
+- a batch in which only some requests want output logprobs ends the scheduler with an UnboundLocalError, so that one
+  chat request beside ours ended the engine: scheduler.py wants them for all;
 - a reply whose limit is reached by a stop token says "length": scheduler.py says "stop";
 - XLA for CPU copies the whole cache in the program for one request alone: sglang_jax.py decodes two at the least;
 - stock precompilation compiles shapes that the fixed engine never runs: sglang_jax.py warms up those that it does.

@@ -157,6 +157,20 @@ async def test_a_prefix_is_never_reused_across_versions(engine, busy):
     assert engine.errors(prompt, after).max() <= 1e-4
 
 
+async def test_later_turns_find_their_prefix_and_agree_with_a_cold_computation(engine):
+    episodes, keys = [engine.prompt(20 + seed, seed) for seed in range(100, 108)], [{}] * 8
+    for turn in range(4):
+        replies = await asyncio.gather(
+            *(engine.generate([episode], 12, **key) for episode, key in zip(episodes, keys, strict=True))
+        )
+        for number, (reply,) in enumerate(replies):
+            assert engine.errors(episodes[number], reply).max() <= 1e-4
+            # All but this turn's observation and the last sampled token, whose keys nobody needed before.
+            assert not turn or reply["meta_info"]["cached_tokens"] == len(episodes[number]) - 10
+            episodes[number] = [*episodes[number], *reply["output_ids"], *engine.prompt(9, seed=turn)]
+        keys = [{"extra_key": reply["meta_info"]["extra_key"]} for (reply,) in replies]
+
+
 async def test_a_turn_of_an_episode_from_the_future_leaves_nothing_behind(engine):
     prompt, ahead = engine.prompt(200, seed=70), engine.newest + 3
     early = (await engine.generate([prompt], 4, extra_key=str(ahead)))[0]
@@ -289,6 +303,24 @@ async def test_chat_completions_and_other_stock_routes_remain(engine):
         async with session.post(engine.url + "/sglang/generate", json={**stock, "return_logprob": True}) as response:
             meta = (await response.json())["meta_info"]
     assert meta["completion_tokens"] == len(meta["output_token_logprobs"]) == 120
+
+
+async def test_requests_to_stock_routes_share_a_batch_with_ours(engine):
+    prompts = [engine.prompt(8 + seed, seed) for seed in range(120, 126)]
+    stock = {"input_ids": engine.prompt(8, 84), "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
+    kinds = [{}, {"return_logprob": True}, {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}]
+    async with aiohttp.ClientSession() as session:
+        ours = asyncio.create_task(engine.generate(prompts, 100))
+        for _ in range(3):
+            replies = await asyncio.gather(
+                *(session.post(engine.url + "/sglang/generate", json=stock | kind) for kind in kinds)
+            )
+            metas = [(await reply.json())["meta_info"] for reply in replies]
+            assert [meta["completion_tokens"] for meta in metas] == [40, 40, 40]
+            assert [len(meta.get("output_token_logprobs", ())) for meta in metas] == [0, 40, 40]
+            assert len(metas[2]["input_token_logprobs"]) == 8 and len(metas[2]["output_top_logprobs"]) == 40
+        for prompt, reply in zip(prompts, await ours, strict=True):
+            assert engine.errors(prompt, reply).max() <= 1e-4
 
 
 def test_an_idle_engine_sleeps(engine):

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import subprocess
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -67,18 +68,27 @@ async def test_llama_in_pages_agrees_with_the_reference_before_and_after_a_swap(
 
 async def test_sigterm_lets_running_requests_end_and_refuses_others(engine):
     prompt = engine.prompt(4, seed=1)
-    running = asyncio.create_task(engine.generate([prompt] * 3, 240))
+    running = asyncio.create_task(engine.generate([prompt] * 3, 120))
+    stock = asyncio.create_task(stock_reply(engine, prompt, 240))
     held = asyncio.create_task(engine.generate([prompt], 2, min_policy_version=99))
-    await asyncio.to_thread(wait_until, lambda: engine.get("/get_load")["running"] == 3, timeout_s=20)
+    await asyncio.to_thread(wait_until, lambda: engine.get("/get_load")["running"] == 4, timeout_s=20)
     engine.process.terminate()
     await asyncio.to_thread(wait_until, lambda: engine.status("/ready") == 503, timeout_s=5)
     refused = await engine.generate([prompt], 2)
     assert refused[0]["status"] == 503 and "draining" in refused[0]["error"]["message"]
     assert (await held)[0]["status"] == 503
     for reply in await running:
-        assert reply["status"] == 200 and len(reply["output_ids"]) == 240
+        assert reply["status"] == 200 and len(reply["output_ids"]) == 120
         assert engine.errors(prompt, reply).max() <= 1e-4
+    assert (await stock)["meta_info"]["completion_tokens"] == 240
     assert await asyncio.to_thread(engine.process.wait, 20) == 0
+
+
+async def stock_reply(engine, prompt, new):
+    """What the stock application answers."""
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": new, "ignore_eos": True}}
+    async with aiohttp.ClientSession() as session, session.post(engine.url + "/sglang/generate", json=body) as response:
+        return await response.json()
 
 
 def test_weights_that_do_not_fit_end_a_restarted_engine_with_one_line(engine):
