@@ -33,12 +33,12 @@ def response(step: object, *, after_reset: bool, rewarded: bool, metric_names: C
     """
     if not isinstance(step, TimeStep):
         raise ContractError(f"returned {type(step).__name__}, not a TimeStep")
-    _check_end(step, after_reset=after_reset, rewarded=rewarded)
-    for name, value in step.metrics.items():
-        if name not in metric_names:
-            raise ContractError(f"gave the metric {name!r}, which metric_names does not list")
-        _check_number(value, f"metric {name}")
     try:
+        _check_end(step, after_reset=after_reset, rewarded=rewarded)
+        for name, value in step.metrics.items():
+            if name not in metric_names:
+                raise ContractError(f"gave the metric {name!r}, which metric_names does not list")
+            _check_number(value, f"metric {name}")
         built = pb.InteractResponse(
             messages=step.messages,
             tools=step.tools,
@@ -47,7 +47,7 @@ def response(step: object, *, after_reset: bool, rewarded: bool, metric_names: C
             truncated=step.truncated,
             metrics=step.metrics,
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ContractError(f"returned a field of the wrong type ({error})") from error
     for message in built.messages:
         if message.role not in ROLES:

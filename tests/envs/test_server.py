@@ -247,6 +247,8 @@ def test_pieces_of_the_contract_that_no_faulty_environment_breaks():
         (TimeStep([user("a")], tools=[pb.Tool(name="t")]), "tools, which belong to the reset"),
         (TimeStep([user("a")], metrics={"b": 1.0}), "'b', which metric_names does not list"),
         (TimeStep([user("a")], reward="1"), "'1', not a finite number"),
+        (TimeStep([user("a")], reward=10**400), "wrong type"),
+        (TimeStep([user("a")], metrics=None), "wrong type"),
         (TimeStep(["a"]), "wrong type"),
         (TimeStep([pb.Action().message]), "role ''"),
     ]:
