@@ -144,7 +144,9 @@ async def run_episode(
             async with asyncio.timeout_at(limit_s if cutoff_s is None else min(limit_s, cutoff_s)):
                 outcome = await _attempt(task, record, environment=environment, world=world, sampling=sampling)
         except TimeoutError:
-            if cutoff_s is not None and cutoff_s <= limit_s:
+            if record.outcome is not None:
+                outcome = record.outcome
+            elif cutoff_s is not None and cutoff_s <= limit_s:
                 outcome = Outcome(pb.EPISODE_STATUS_CANCELLED, "straggler: group_timeout_s passed")
             else:
                 outcome = record.out_of_time()
@@ -164,7 +166,7 @@ async def _attempt(
             ) as actor:
                 record.restart(actor)
                 async with environment.session() as session:
-                    return await _play(
+                    record.outcome = await _play(
                         task,
                         record,
                         session,
@@ -173,6 +175,7 @@ async def _attempt(
                         max_turns=environment.max_turns,
                         max_action_tokens=sampling.max_action_tokens,
                     )
+                return record.outcome
         except EnvironmentBusy as error:
             record.retract(str(error))
             with record.environment_time():

@@ -31,6 +31,7 @@ class Record:
         self.trajectory = pb.Trajectory(trajectory_id=trajectory_id)
         self.started_s = self._now_s()
         self.trouble = ""  # what the last failed session, if any, failed of
+        self.outcome: Outcome | None = None  # once the episode has ended; its session may still be closing
         self._environment = task.environment
         self._actor: Actor | None = None
         self._prompted = False

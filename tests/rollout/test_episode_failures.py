@@ -15,7 +15,7 @@ from tests.engine_script import Script
 from tests.rollout import rig
 from tests.rollout.episodes import Episodes, outcome, start_episodes
 from tests.rollout.rig import task
-from tests.rollout.scripted_environment import Abort, says, turns
+from tests.rollout.scripted_environment import Abort, ScriptedEnvironment, says, turns
 from tests.scripted_engine import ScriptedEngine
 
 PROMPT = [4, 7, 8, 9, 5]  # <user> guess a number <assistant>
@@ -49,6 +49,24 @@ async def test_the_time_limit_blames_who_failed_before_it(episodes, play, script
         trajectory = await run.run()
     assert outcome(trajectory) == status and word in trajectory.status_detail
     assert not records.is_trainable(trajectory)
+
+
+async def test_an_episode_that_has_ended_is_not_cut_off_while_its_session_closes(tmp_path):
+    class Lingering(ScriptedEnvironment):
+        """Ends its streams late."""
+
+        async def Interact(self, requests, context):
+            await super().Interact(requests, context)
+            await asyncio.sleep(60)
+
+    engine, environment = await ScriptedEngine.start(), await Lingering.start(turns(1))
+    limits = {"rollout__episode_timeout_s": 0.5}
+    async with rig.world(tmp_path, engines=[engine.url], environment=environment.address, **limits) as world:
+        trajectory = await Episodes(engine, environment, world).run()
+    await environment.stop()
+    await engine.stop()
+    assert outcome(trajectory) == "COMPLETED" and records.total_reward(trajectory) == 1.0
+    assert trajectory.timings.total_s < 0.9
 
 
 def breaks(kind, sessions):
