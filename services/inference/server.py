@@ -154,11 +154,11 @@ class Server:
 
     def _abort(self, data: bytes | None) -> tuple[int, Any]:
         try:
-            rid = orjson.loads(data or b"")["rid"]
+            running = self._engine_ids.get(orjson.loads(data or b"")["rid"], ())
         except (orjson.JSONDecodeError, KeyError, TypeError):
             return 400, _error('send {"rid": "…"}')
         if self.engine is not None:
-            for engine_id in self._engine_ids.get(rid, ()):
+            for engine_id in running:
                 self.engine.abort(engine_id)
         return 200, {}
 

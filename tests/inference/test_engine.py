@@ -219,6 +219,7 @@ async def test_an_aborted_request_returns_what_it_sampled(engine):
     running = asyncio.create_task(engine.generate([prompt], 450, rid="mine"))
     await asyncio.to_thread(wait_until, lambda: engine.get("/get_load")["running"] == 1, timeout_s=20)
     async with aiohttp.ClientSession() as session:
+        assert (await session.post(engine.url + "/abort_request", json={"rid": ["mine"]})).status == 400
         await session.post(engine.url + "/abort_request", json={"rid": "mine"})
     reply = (await running)[0]
     assert reply["meta_info"]["finish_reason"]["type"] == "abort" and reply["meta_info"]["id"] == "mine"
