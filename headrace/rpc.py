@@ -47,8 +47,10 @@ _SERVER_OPTIONS = [
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
 ]
+# What a server with gRPC's default settings allows: one that is asked more often than every five minutes during a long
+# call, or at all without one, drops the connection and every call on it.
+_SELDOM = [("grpc.keepalive_time_ms", 330_000), ("grpc.keepalive_timeout_ms", 20_000)]
 _CHANNEL_OPTIONS = [
-    *_KEEPALIVE,
     *_LIMITS,
     ("grpc.lb_policy_name", "round_robin"),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -121,10 +123,16 @@ class Server:
         await self._server.wait_for_termination()
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    """A channel to "host:port"; calls go round the hosts that the name resolves to."""
+def channel(address: str, *, foreign: bool = False) -> grpc.aio.Channel:
+    """A channel to "host:port"; calls go round the hosts that the name resolves to.
+
+    Args:
+        address: the host:port, or a gRPC target.
+        foreign: the server may be anybody's, not a Server of this module; then deadlines must find out who is dead.
+    """
     target = address if "://" in address or address.startswith("unix:") else f"dns:///{address}"
-    return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+    keepalive = _SELDOM if foreign else _KEEPALIVE
+    return grpc.aio.insecure_channel(target, options=[*keepalive, *_CHANNEL_OPTIONS])
 
 
 def stop_signal(*others: signal.Signals) -> asyncio.Event:

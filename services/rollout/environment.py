@@ -64,7 +64,7 @@ class Environment:
         self.name = name
         self.max_turns = settings.max_turns
         self._settings = settings
-        self._channel = rpc.channel(settings.address)
+        self._channel = rpc.channel(settings.address, foreign=True)
         self._stub: Any = environment_service_pb2_grpc.EnvironmentServiceStub(self._channel)
 
     @contextlib.asynccontextmanager

@@ -7,6 +7,7 @@ import pytest
 
 from headrace import config
 from headrace.v1 import environment_service_pb2 as pb
+from headrace.v1 import environment_service_pb2_grpc
 from headrace.v1.trajectory_pb2 import PURPOSE_DEMONSTRATION, Message
 from services.rollout.environment import Environment, EnvironmentBusy, EnvironmentFailure, EnvironmentRefusal
 from tests.processes import free_port
@@ -170,3 +171,22 @@ async def test_the_server_may_come_later():
     assert await asyncio.wait_for(running, 10) == says("guess a number")
     await environment.close()
     await server.stop()
+
+
+@pytest.mark.slow
+async def test_a_server_with_the_default_settings_may_take_minutes_to_answer():
+    async def slow(_task, _session):
+        yield says("guess a number")
+        await asyncio.sleep(150)
+        yield says("found", 1.0, terminated=True)
+
+    server = grpc.aio.server()
+    environment_service_pb2_grpc.add_EnvironmentServiceServicer_to_server(ScriptedEnvironment(slow), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    environment = Environment("e", settings(f"127.0.0.1:{port}", step_timeout_s=200))
+    async with environment.session() as session:
+        await session.reset(task())
+        assert (await session.step(ACTION)).terminated
+    await environment.close()
+    await server.stop(0)
