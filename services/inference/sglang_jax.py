@@ -115,7 +115,7 @@ class Engine:
         engine = cls(scheduler, mailbox, config)
         holder.append(engine)
         scheduler.start()
-        return engine, lambda: _stock_application(server_args, ports, scheduler)
+        return engine, lambda: _stock_application(server_args, ports, scheduler, died)
 
     @property
     def policy_version(self) -> int | None:
@@ -308,7 +308,7 @@ def _compile(worker: Any, mesh: jax.sharding.Mesh, shape: _Shape) -> None:
 
 @contextlib.asynccontextmanager
 async def _stock_application(
-    server_args: ServerArgs, ports: PortArgs, scheduler: VersionedScheduler
+    server_args: ServerArgs, ports: PortArgs, scheduler: VersionedScheduler, died: Callable[[str], None]
 ) -> AsyncIterator[Any]:
     """SGLang's own HTTP application (chat completions and the rest), served by this engine."""
     detokenizer = await asyncio.to_thread(DetokenizerManager, server_args, ports)
@@ -324,6 +324,9 @@ async def _stock_application(
     )
     http_server.app.server_args = server_args
     replies = asyncio.create_task(tokenizer.handle_loop())
+    replies.add_done_callback(
+        lambda task: None if task.cancelled() else died(f"the stock API answers no more: {task.exception()!r}")
+    )
     try:
         async with http_server.lifespan(http_server.app):
             yield http_server.app
