@@ -91,10 +91,6 @@ class Checkpoints:
         log.info("restored the checkpoint of step %d", step)
         return Restored(restored["state"], restored.get("reference"), _from_json(restored["notes"]))
 
-    def close(self) -> None:
-        """Frees its threads."""
-        self._manager.close()
-
 
 def _to_json(notes: Notes) -> dict[str, Any]:
     return {
