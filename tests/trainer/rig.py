@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,14 @@ def trainer(config: Path) -> Iterator[Trainer]:
         yield subject
     finally:
         subject.process.stop()
+
+
+async def eventually(read: Callable[[], Awaitable[Any]], value: Any, timeout_s: float = 60) -> None:
+    """Returns when `read` gives the value: a trainer counts a step before it issues the step's tickets."""
+    async with asyncio.timeout(timeout_s):
+        while (seen := await read()) != value:
+            assert seen is not None
+            await asyncio.sleep(0.02)
 
 
 Answer = Callable[[Ticket, int], TrajectoryGroup]
