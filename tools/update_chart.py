@@ -2,7 +2,7 @@
 
     python -m tools.update_chart [HELM]
 
-The schema comes from headrace/config.py, so Helm refuses a wrong run file before a pod starts. The manifests are the
+The schema comes from headrace/config/, so Helm refuses a wrong run file before a pod starts. The manifests are the
 chart rendered with each file of k8s/values, for people who use plain kubectl. Tests compare both with what is checked
 in.
 """

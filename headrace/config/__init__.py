@@ -1,0 +1,40 @@
+"""The run's configuration: one YAML file in, one frozen tree of values out, or every error in it at once.
+
+Every service reads the same file and takes its part. `load` raises ConfigError with one line for each error; a line
+names the key, says what is wrong and what to do. Nothing here touches the network. Each section of the file has a
+module; its keys stand there in the file's order.
+
+A text value may hold ${NAME}: `load` puts the environment variable's value there, so that a password need not stand in
+the file.
+"""
+
+from headrace.config.environment import Environment
+from headrace.config.inference import Inference
+from headrace.config.model import Create, Model
+from headrace.config.rollout import Rollout
+from headrace.config.run import Redis, Run, Telemetry
+from headrace.config.run_file import Config, ConfigError, dump, load, named_run, parse
+from headrace.config.trainer import Checkpoint, Loss, Mesh, Optimizer, Trainer, WarmStart
+
+__all__ = [
+    "Checkpoint",
+    "Config",
+    "ConfigError",
+    "Create",
+    "Environment",
+    "Inference",
+    "Loss",
+    "Mesh",
+    "Model",
+    "Optimizer",
+    "Redis",
+    "Rollout",
+    "Run",
+    "Telemetry",
+    "Trainer",
+    "WarmStart",
+    "dump",
+    "load",
+    "named_run",
+    "parse",
+]

@@ -1,0 +1,36 @@
+"""Section `rollout`: the gateways."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from headrace.config.section import Count, Seconds, Section
+
+
+class Rollout(Section):
+    """The gateways."""
+
+    replicas: Count = Field(1, description="gateways that `headrace run` starts")
+    group_size: int = Field(ge=2, description="episodes of one task whose rewards are compared; at least 2")
+    max_concurrent_episodes: Count = 256
+    temperature: float = Field(1.0, gt=0, description="softmax temperature of training episodes")
+    evaluation_temperature: float = Field(1.0, ge=0, description="softmax temperature of evaluation, 0 is greedy")
+    max_action_tokens: Count = Field(description="tokens of one action at the most")
+    max_episode_tokens: Count = Field(description="tokens of a whole episode at the most, observations included")
+    tool_parser: Literal["none", "hermes"] = "none"
+    episode_timeout_s: Seconds = 600.0
+    group_timeout_s: Seconds = Field(1800.0, description="stragglers of a group are cancelled after it")
+    episode_attempts: Count = Field(3, description="environment sessions that one episode may take")
+    engine_timeout_s: Seconds = Field(120.0, description="deadline of one engine call")
+    engine_attempts: Count = Field(8, description="engine calls that one action may take")
+    claim_timeout_s: Seconds = Field(30.0, description="silence after which another gateway takes a ticket over")
+    max_unpublished_groups: Count = Field(64, description="ended groups held while Redis is away")
+    drain_timeout_s: Seconds = Field(10.0, description="how long SIGTERM waits for groups to end; others take the rest")
+
+    @model_validator(mode="after")
+    def _group_fits(self) -> Rollout:
+        if self.max_concurrent_episodes < self.group_size:
+            raise ValueError("max_concurrent_episodes must be at least group_size, or no group could start")
+        return self
