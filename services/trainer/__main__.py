@@ -107,7 +107,7 @@ async def run(arguments: argparse.Namespace) -> None:
         process = _Process(config, streams, store, ledger, status, server, compute, stop)
         await _within(_STOP_S, stop, _train(process, model))
         if status.phase == pb.TRAINER_PHASE_FINISHED:
-            await _last_pull(engines, status)
+            await (stop.wait() if arguments.stay else _last_pull(engines, status))
     except Interrupted:
         log.warning("stopped within a step; the run goes on from its last checkpoint")
     finally:
@@ -349,6 +349,9 @@ def main() -> None:
     parser.add_argument("--listen", default="0.0.0.0:7000", metavar="HOST:PORT", help="gRPC; default %(default)s")
     parser.add_argument(
         "--metrics-listen", default="0.0.0.0:7001", metavar="HOST:PORT", help="Prometheus; default %(default)s"
+    )
+    parser.add_argument(
+        "--stay", action="store_true", help="when the run has ended, serve its last weights until SIGTERM; do not exit"
     )
     arguments = parser.parse_args()
     rpc.main(lambda: run(arguments))

@@ -68,7 +68,8 @@ class Loop:
             Interrupted: after `stop`, in the middle of a step whose groups did not come in time; the checkpoint before
                 stands.
         """
-        await self._feeder.top_up()
+        if not self.finished:
+            await self._feeder.top_up()
         self._watch = Stopwatch()
         while not self.finished and not stop.is_set():
             await self._step(stop)

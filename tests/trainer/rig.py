@@ -59,12 +59,20 @@ def run_file(folder: Path, redis_url: str, **trainer: Any) -> Path:
 class Trainer:
     """One trainer process and its folder."""
 
-    def __init__(self, config: Path):
+    def __init__(self, config: Path, *options: str):
         self.folder = config.parent
         self.run = self.folder / "runs" / RUN_ID
         port, metrics = processes.free_port(), processes.free_port()
         self.address, self.metrics_address = f"127.0.0.1:{port}", f"127.0.0.1:{metrics}"
-        arguments = ["--config", str(config), "--listen", self.address, "--metrics-listen", self.metrics_address]
+        arguments = [
+            "--config",
+            str(config),
+            "--listen",
+            self.address,
+            "--metrics-listen",
+            self.metrics_address,
+            *options,
+        ]
         # Programs that one test has compiled serve the next.
         environment = {
             "JAX_COMPILATION_CACHE_DIR": str(self.folder.parent / "compiled"),
@@ -110,9 +118,9 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def trainer(config: Path) -> Iterator[Trainer]:
+def trainer(config: Path, *options: str) -> Iterator[Trainer]:
     """A trainer that is gone when the body ends."""
-    subject = Trainer(config)
+    subject = Trainer(config, *options)
     try:
         yield subject
     finally:

@@ -10,6 +10,9 @@ containers:
       - --config=/etc/headrace/run.yaml
       - --listen=0.0.0.0:50051
       - --metrics-listen=0.0.0.0:9090
+      {{- if eq (include "headrace.trainerKind" .root) "StatefulSet" }}
+      - --stay
+      {{- end }}
     env:
       {{- include "headrace.env" . | nindent 6 }}
       {{- include "headrace.redisEnv" .root | nindent 6 }}
