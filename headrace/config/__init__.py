@@ -12,7 +12,7 @@ from headrace.config.environment import Environment
 from headrace.config.inference import Inference
 from headrace.config.model import Create, Model
 from headrace.config.rollout import Rollout
-from headrace.config.run import Redis, Run, Telemetry
+from headrace.config.run import Redis, Run, Telemetry, Traces
 from headrace.config.run_file import Config, ConfigError, dump, load, named_run, parse
 from headrace.config.trainer import Checkpoint, Loss, Mesh, Optimizer, Trainer, WarmStart
 
@@ -31,6 +31,7 @@ __all__ = [
     "Rollout",
     "Run",
     "Telemetry",
+    "Traces",
     "Trainer",
     "WarmStart",
     "dump",

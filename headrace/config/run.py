@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from headrace.config.section import Seconds, Section
+from headrace.config.section import Fraction, Seconds, Section
 
 
 class Run(Section):
@@ -52,11 +52,26 @@ class Redis(Section):
         return re.sub(r"//.*@", "//", self.url.partition("?")[0])
 
 
+class Traces(Section):
+    """OpenTelemetry traces of trajectories: off without an endpoint."""
+
+    endpoint: str = Field("", description="http(s)://host:port of a collector (OTLP over HTTP); empty: no traces")
+    sample_ratio: Fraction = Field(1.0, description="share of the trajectories that are traced")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, value: str) -> str:
+        if value and not re.match(r"https?://[^/]", value):
+            raise ValueError("must be http://HOST:PORT or https://HOST:PORT of a collector, or empty")
+        return value
+
+
 class Telemetry(Section):
-    """Logs, metrics and the reward plot."""
+    """Logs, metrics, traces and the reward plot."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     tensorboard: bool = True
     plot_ceiling: float | None = Field(None, description="reward that the reward plot marks with a line")
     plot_ceiling_label: str = Field("", description="what that reward means")
+    traces: Traces = Traces()
