@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from headrace import address
+from headrace import address, tracing
 from headrace.errors import AddressInUse, StartupError
 
 MESSAGE_LIMIT_BYTES = 512 * 1024 * 1024
@@ -158,6 +158,8 @@ def main(run: Callable[[], Coroutine[Any, Any, int | None]]) -> None:
         for leaf in _leaves(known):
             _complain(leaf)
         code = 2
+    finally:
+        tracing.stop()
     sys.exit(code)
 
 

@@ -1,10 +1,11 @@
 """Traces: one for each trajectory, through every service that had a part in it. Off unless a collector is configured.
 
-    gateway       episode ─┬─ session ─┬─ reset, step …            what the gateway waited for
-                           │           └─ Interact ── reset, step …      in the environment server
-                           ├─ engine call ── generate                    in the engine
-                           └─ publish
-    trainer       └─ train, linked with the train step's own trace, which links back to each of its trajectories
+    episode ─┬─ session ─┬─ reset, step              what the gateway waited for
+             │           ├─ Interact ── reset, step  in the environment server
+             │           └─ engine call ── generate  the latter in the engine
+             ├─ publish
+             └─ train                                in the trainer; linked with the train step's own trace, which
+                                                     links back to each of its trajectories
 
 The ids of an episode's span follow from run, trajectory and gateway, so the trainer names them without a field in the
 record. Between services a context travels as W3C's traceparent (https://www.w3.org/TR/trace-context/), in gRPC

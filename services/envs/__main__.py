@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace import rpc, telemetry
+from headrace import rpc, telemetry, tracing
 from headrace.errors import StartupError
 from headrace.v1 import environment_service_pb2_grpc
 from services.envs import catalog
@@ -31,12 +32,15 @@ class Served:
     options: dict[str, Any]
     capacity: int
     logging: dict[str, Any] = field(default_factory=dict)
+    tracing: dict[str, Any] = field(default_factory=dict)
 
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Serves until a stop signal. Raises StartupError."""
     served = _from_config(arguments) if arguments.config else _from_arguments(arguments)
     telemetry.configure("envs", **served.logging)
+    if served.tracing:
+        tracing.configure("environment", instance=f"{served.name}-{socket.gethostname()}", **served.tracing)
     environments = {served.name: catalog.find(served.implementation, served.options)}
     servicer = EnvironmentServer(environments, capacity=served.capacity)
     stop = rpc.stop_signal()
@@ -73,6 +77,7 @@ def _from_config(arguments: argparse.Namespace) -> Served:
         options=section.options,
         capacity=arguments.capacity or section.max_concurrent_episodes,
         logging={"level": config.telemetry.log_level, "log_format": config.telemetry.log_format},
+        tracing={"run_id": config.run.id, **config.telemetry.traces.model_dump()},
     )
 
 

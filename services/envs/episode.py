@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from headrace import tracing
 from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import trajectory_pb2
 from services.envs import contract, metrics
@@ -63,7 +64,8 @@ class Episode:
 
     async def _call(self, name: str, call: Callable[[], Awaitable[Any]]) -> pb.InteractResponse:
         started = time.perf_counter()
-        step = await self._guarded(name, call)
+        with tracing.span(name):
+            step = await self._guarded(name, call)
         metrics.step_seconds.labels(self._task.environment, name).observe(time.perf_counter() - started)
         metrics.steps.labels(self._task.environment).inc()
         try:

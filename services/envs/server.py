@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from headrace import tracing
 from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import environment_service_pb2_grpc, trajectory_pb2
 from services.envs import metrics
@@ -73,7 +74,9 @@ class EnvironmentServer(environment_service_pb2_grpc.EnvironmentServiceServicer)
                 return
             task = self._accept(opening)
             name = task.environment
-            await self._run(task, requests, context.write)
+            traceparent = tracing.of_metadata(context.invocation_metadata())
+            with tracing.received("Interact", traceparent, environment=name):
+                await self._run(task, requests, context.write)
         except Refused as refused:
             metrics.failures.labels(name, refused.cause).inc()
             await context.abort(refused.code, refused.message)

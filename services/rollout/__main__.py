@@ -18,7 +18,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from headrace import config, model_folder, rpc, telemetry
+from headrace import config, model_folder, rpc, telemetry, tracing
 from headrace.errors import StartupError
 from headrace.stream import Streams, connect
 from headrace.v1 import rollout_service_pb2_grpc
@@ -39,6 +39,9 @@ async def run(arguments: argparse.Namespace) -> None:
     settings = config.load(arguments.config)
     telemetry.configure(arguments.name, level=settings.telemetry.log_level, log_format=settings.telemetry.log_format)
     _check(settings, Path(arguments.config))
+    tracing.configure(
+        "gateway", instance=arguments.name, run_id=settings.run.id, **settings.telemetry.traces.model_dump()
+    )
     _raise_file_limit()
     stop = rpc.stop_signal()
     folder = model_folder.ensure(settings)

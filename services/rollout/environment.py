@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from headrace import config, rpc
+from headrace import config, rpc, tracing
 from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import environment_service_pb2_grpc
 from headrace.v1.trajectory_pb2 import PURPOSE_DEMONSTRATION, Message, Task
@@ -70,7 +70,7 @@ class Environment:
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """A stream to some replica; it ends with the body, and with it the replica's episode."""
-        call = self._stub.Interact(wait_for_ready=True)
+        call = self._stub.Interact(wait_for_ready=True, metadata=tracing.metadata())
         session = Session(call, self._settings)
         try:
             yield session

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from headrace import config
+from headrace import config, tracing
 from headrace.trajectory import total_reward
 from headrace.v1 import trajectory_pb2 as pb
 from services.rollout import metrics, tools
@@ -46,7 +46,7 @@ from services.rollout.environment import (
 )
 from services.rollout.inference import EngineError, Engines
 from services.rollout.policy import Actor, acting
-from services.rollout.record import Outcome, Record
+from services.rollout.record import Outcome, Record, status_name
 from services.rollout.renderer import Renderer
 
 _LONG_TEXT = 20_000  # characters whose rendering would hold up the event loop; a thread does it
@@ -106,9 +106,12 @@ async def run_group(
         trajectory_id = f"{task.task_id}-{number}"
         sampling = sampling_of(task, world.settings)
         try:
-            return await run_episode(
-                task, trajectory_id, world=world, sampling=sampling, queued_s=queued_s, cutoff_s=cutoff_s
-            )
+            with tracing.trajectory(trajectory_id, environment=task.environment) as span:
+                trajectory = await run_episode(
+                    task, trajectory_id, world=world, sampling=sampling, queued_s=queued_s, cutoff_s=cutoff_s
+                )
+                span.set(status=status_name(trajectory.status), turns=len(trajectory.turns))
+            return trajectory
         finally:
             on_end()
 
@@ -165,16 +168,17 @@ async def _attempt(
                 task, name, engines=world.engines, renderer=world.renderer, temperature=sampling.temperature
             ) as actor:
                 record.restart(actor)
-                async with environment.session() as session:
-                    record.outcome = await _play(
-                        task,
-                        record,
-                        session,
-                        actor,
-                        world=world,
-                        max_turns=environment.max_turns,
-                        max_action_tokens=sampling.max_action_tokens,
-                    )
+                with tracing.span("session", attempt=record.attempts):
+                    async with environment.session() as session:
+                        record.outcome = await _play(
+                            task,
+                            record,
+                            session,
+                            actor,
+                            world=world,
+                            max_turns=environment.max_turns,
+                            max_action_tokens=sampling.max_action_tokens,
+                        )
                 return record.outcome
         except EnvironmentBusy as error:
             record.retract(str(error))
@@ -206,7 +210,7 @@ async def _play(
 ) -> Outcome:
     """One session, from reset to end."""
     renderer = world.renderer
-    with record.environment_time():
+    with record.environment_time(), tracing.span("reset"):
         step = await session.reset(task)
     record.begin(step)
     observation = await _render(step.messages, renderer.first, step.messages, step.tools)
@@ -215,14 +219,16 @@ async def _play(
         if room < 1:
             return Outcome(pb.EPISODE_STATUS_TRUNCATED_TOKENS)
         actor.observe(observation)
-        with record.engine_time():
+        with record.engine_time(), tracing.span("engine call") as span:
             sample = await actor.act(step, min(room, max_action_tokens))
+            if sample is not None:
+                span.set(tokens=len(sample.token_ids), policy_versions=[version for version, _ in sample.version_spans])
         if sample is None:
             return Outcome(pb.EPISODE_STATUS_TRUNCATED_TOKENS, "the demonstration is longer than an action may be")
         record.add_turn(observation, sample)
         action = tools.parse(renderer.decode(sample.token_ids), world.settings.tool_parser)
         metrics.malformed_tool_calls.inc(len(action.malformed_tool_calls))
-        with record.environment_time():
+        with record.environment_time(), tracing.span("step"):
             step = await session.step(action)
         record.add_step(action, step)
         if step.terminated or step.truncated:

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 
 from headrace.stream import Streams, Ticket
 from headrace.v1 import trajectory_pb2 as pb
-from services.rollout import metrics
+from services.rollout import metrics, spans
 from services.rollout.episode import World, group_size, run_group, unknown_environment
 from services.rollout.slots import Lease, Slots
 
@@ -155,7 +155,8 @@ class Scheduler:
             ticket_id=held.ticket.ticket_id,
             gateway=self._gateway,
         )
-        await self._publish(group)
+        with spans.publishing(group):
+            await self._publish(group)
 
     async def _run_group(self, held: _Held) -> list[pb.Trajectory]:
         ticket = held.ticket

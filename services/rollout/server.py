@@ -9,12 +9,13 @@ import asyncio
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
 from prometheus_client import REGISTRY
 
+from headrace import tracing
 from headrace.trajectory import RecordError, check_task
 from headrace.v1 import rollout_service_pb2 as pb
 from headrace.v1 import rollout_service_pb2_grpc
@@ -42,10 +43,20 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         for code, problem in self._problems(request):
             await context.abort(code, problem)
         ended: asyncio.Queue[pb.RunEpisodesResponse] = asyncio.Queue()
+        traceparent = tracing.of_metadata(context.invocation_metadata())
+        with tracing.received("RunEpisodes", traceparent):
+            await self._run(request, ended, context.write)
+
+    async def _run(
+        self,
+        request: pb.RunEpisodesRequest,
+        ended: asyncio.Queue[pb.RunEpisodesResponse],
+        write: Callable[[pb.RunEpisodesResponse], Awaitable[None]],
+    ) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._start_episodes(request, ended, tasks))
             for _ in range(len(request.tasks) * request.episodes_per_task):
-                await context.write(await ended.get())
+                await write(await ended.get())
 
     async def _start_episodes(
         self,
