@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import uvicorn
 import uvloop
 
-from headrace import address, config, model_folder, rpc, telemetry
+from headrace import address, config, model_folder, rpc, telemetry, tracing
 from headrace.errors import AddressInUse, StartupError
 from services.inference.metrics import Metrics
 from services.inference.server import Server
@@ -38,6 +38,9 @@ async def run(arguments: argparse.Namespace) -> None:
     if settings.telemetry.log_level != "debug":
         logging.getLogger("sgl_jax").setLevel(logging.WARNING)
     _check(settings, Path(arguments.config))
+    tracing.configure(
+        "engine", instance=arguments.name, run_id=settings.run.id, **settings.telemetry.traces.model_dump()
+    )
     model_folder.ensure(settings)
     _prepare_jax(settings.inference)
     stop = rpc.stop_signal()

@@ -19,7 +19,7 @@ import prometheus_client
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from headrace import config as configs
-from headrace import model_folder, rpc, step_log, stream, telemetry
+from headrace import model_folder, rpc, step_log, stream, telemetry, tracing
 from headrace.config import Config, ConfigError
 from headrace.errors import StartupError
 from headrace.v1 import trainer_service_pb2 as pb
@@ -92,6 +92,7 @@ async def run(arguments: argparse.Namespace) -> None:
     config = configs.load(arguments.config)
     telemetry.configure("trainer", level=config.telemetry.log_level, log_format=config.telemetry.log_format)
     folder = model_folder.ensure(_checked(config))
+    tracing.configure("trainer", instance="trainer", run_id=config.run.id, **config.telemetry.traces.model_dump())
     stop = rpc.stop_signal()
     status = Status(config.run.id, config.trainer.steps)
     store, engines = WeightStore(kept_versions=config.trainer.kept_versions), Engines()
