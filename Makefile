@@ -77,7 +77,7 @@ compose-demo: install $(K8S)/.installed images ## trains guess_number in contain
 	$(COMPOSE) logs --follow trainer
 	$(COMPOSE) down
 
-test-containers: install $(K8S)/.installed ## builds the images and tests the loop in containers (needs docker)
+test-containers: install $(K8S)/.installed images ## builds the images and tests the loop in containers (needs docker)
 	BASE_IMAGE=$(BASE_IMAGE) $(RUN) -m pytest -m "not slow" tests/containers $(ARGS)
 
 sbom: $(K8S)/.installed ## writes a bill of materials (CycloneDX) for each image's lock file into .cache/sbom

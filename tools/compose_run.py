@@ -16,6 +16,8 @@ REDIS = "redis:6379"
 TRAINER = "trainer:50051"
 ENGINE = "inference:30000"
 ENVIRONMENT = "environment:50051"
+# The container's Redis has 256 MB. Groups that wait there for a checkpoint leave most of it to those to come.
+MAX_UNACKNOWLEDGED_BYTES = 64 * 1024 * 1024
 
 
 def main() -> None:
@@ -42,9 +44,10 @@ def for_containers(run: config.Config) -> config.Config:
     (key,) = run.environments
     if key != "guess_number":
         raise config.ConfigError("compose.yaml", [f"environments.{key}: it serves guess_number"])
+    checkpoint = run.trainer.checkpoint.model_copy(update={"max_unacknowledged_bytes": MAX_UNACKNOWLEDGED_BYTES})
     parts = {
         "run": {"id": run.run.id or "compose", "directory": Path("/var/lib/headrace")},
-        "trainer": {"address": TRAINER},
+        "trainer": {"address": TRAINER, "checkpoint": checkpoint},
         "inference": {"addresses": [ENGINE]},
         "redis": {"url": f"redis://{REDIS}/0"},
     }

