@@ -25,6 +25,13 @@ class Inference(Section):
     prefix_cache: bool = True
     tensor_parallel: Count = 1
     page_size: Count = 1
-    drain_timeout_s: Seconds = Field(8.0, description="time that running requests get to end after SIGTERM")
+    update: Literal["in_place", "recompute"] = Field(
+        "in_place",
+        description="what new weights do to running requests: in_place keeps their keys and values, recompute prefills"
+        " them again, so that no token is sampled from keys of other weights",
+    )
+    drain_timeout_s: Seconds = Field(
+        8.0, description="time that running requests get to end after SIGTERM; then they are handed over as they are"
+    )
     seed: int = Field(0, ge=0)
     compilation_cache: Path | None = Field(None, description="folder of compiled programs, kept between starts")

@@ -67,7 +67,7 @@ async def run(arguments: argparse.Namespace) -> None:
         log.info("the engine is built and waits for weights from %s", settings.trainer.address)
 
         async def install(version: Version) -> None:
-            seconds = await engine.install(version)
+            seconds = await engine.install(version, hold)
             metrics.installed(*seconds)
             log.info("version %d is in use: staged in %.3f s, swapped in %.4f s", version.policy_version, *seconds)
 

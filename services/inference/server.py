@@ -3,6 +3,7 @@
 POST /generate takes a tokenized request and answers once it has ended, with the ids, logprobs and versions of what was
 sampled. It holds a request until the weights are as new as the request demands, and aborts one whose client has left.
 POST /weights {"hold_s": n} keeps the engine on the version that it holds for n seconds; 0 lets it follow the trainer.
+Nothing else stops an engine: the stock routes that would, until somebody calls another, are refused.
 What this file does not route goes to the stock application, whose own /generate is found at /sglang/generate.
 
 Written as a bare ASGI application: agents make very many short calls, and FastAPI's machinery costs more than the call.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -22,9 +24,11 @@ from services.inference.metrics import Metrics
 from services.inference.request import BadRequest, Request, parse
 
 if TYPE_CHECKING:  # the engine is loaded after the port is bound: that takes seconds
-    from services.inference.scheduler import Finished
+    from services.inference.mailbox import Finished
     from services.inference.sglang_jax import Engine
 from services.inference.weights import Hold
+
+log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -34,6 +38,13 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 _UNWATCHED_S = 0.25  # a request that ends within it is answered without asking whether its client still listens
 _CLIENT_LEFT = 499
 _LONGEST_HOLD_S = 86_400.0
+_HAND_OVER_S = 5.0  # for the step that runs, and for the replies to be written
+_REFUSED = {
+    "/pause_generation": "an engine would stay paused if whoever paused it died",
+    "/continue_generation": "engines are not paused here",
+    "/release_memory_occupation": "the engine has no way to do so, and its scheduler would end",
+    "/resume_memory_occupation": "the engine has no way to do so, and its scheduler would end",
+}
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -59,20 +70,37 @@ class Server:
         }
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests and returns when the running ones have been answered, or after `timeout_s` seconds."""
+        """Refuses new requests and returns when the running ones have been answered.
+
+        Those that have not ended after `timeout_s` seconds are handed over: their clients get what has been sampled
+        until then, with finish reason "abort", and go on from there elsewhere.
+        """
         self._draining.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+        if await self._answered(within_s=timeout_s) or self.engine is None:
+            return
+        log.info("handing over %d requests", self._unanswered)
+        self.engine.abort_all()
+        if not await self._answered(within_s=_HAND_OVER_S):
+            log.warning("%d requests are cut off", self._unanswered)
+
+    async def _answered(self, *, within_s: float) -> bool:
+        """Whether no request is left to be answered, at the latest after so many seconds."""
+        try:
+            async with asyncio.timeout(within_s):
                 await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
         if path == "/generate":
             if method != "POST":
                 return await _send(send, 405, _error("use POST"))
-            status, body = await self._generate(receive)
-            self._metrics.answered(status)
-            return None if status == _CLIENT_LEFT else await _send(send, status, body)
+            with self._answering():
+                status, body = await self._generate(receive)
+                self._metrics.answered(status)
+                return None if status == _CLIENT_LEFT else await _send(send, status, body)
         if method == "GET" and path in self._reads:
             return await _send(send, *self._reads[path]())
         if method == "GET" and path == "/metrics":
@@ -80,7 +108,9 @@ class Server:
         if method == "POST" and path == "/abort_request":
             return await _send(send, *self._abort(await _read(receive)))
         if method == "POST" and path == "/weights":
-            return await _send(send, *self._control_weights(await _read(receive)))
+            return await _send(send, *await self._control_weights(await _read(receive)))
+        if path in _REFUSED:
+            return await _send(send, 400, _error(f'refused: {_REFUSED[path]}; use POST /weights {{"hold_s": SECONDS}}'))
         status, body = self._ready()
         if self.stock is None or status != 200:
             return await _send(send, status, body)
@@ -100,8 +130,7 @@ class Server:
             request = parse(data, engine)
         except BadRequest as error:
             return 400, _error(str(error))
-        with self._answering():
-            return await self._answer(engine, request, receive)
+        return await self._answer(engine, request, receive)
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
@@ -135,7 +164,10 @@ class Server:
         finished = future.result()
         if not all(map(math.isfinite, finished.logprobs)):
             return 500, _error("the model's logits are not finite")
-        return 200, _reply(request, rid, finished)
+        reply = _reply(request, rid, finished)
+        if self._draining.is_set() and finished.finish_reason["type"] == "abort":
+            reply["meta_info"]["finish_reason"] = {"type": "abort", "message": "handed over: the engine is draining"}
+        return 200, reply
 
     async def _wait_for_version(self, engine: Engine, request: Request, receive: Receive) -> bool:
         """Whether the weights are new enough: False when the client has left or the engine drains before."""
@@ -162,7 +194,7 @@ class Server:
                 self.engine.abort(engine_id)
         return 200, {}
 
-    def _control_weights(self, data: bytes | None) -> tuple[int, Any]:
+    async def _control_weights(self, data: bytes | None) -> tuple[int, Any]:
         try:
             seconds = orjson.loads(data or b"")["hold_s"]
         except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -170,8 +202,10 @@ class Server:
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST_HOLD_S:
             return 400, _error(f"hold_s is {seconds!r}; it must be a number from 0 to {_LONGEST_HOLD_S:.0f}")
         self._hold.set(seconds)
-        version = self.engine.policy_version if self.engine else None
-        return 200, {"policy_version": version, "hold_s": seconds}
+        if self.engine is None:
+            return 200, {"policy_version": None, "hold_s": seconds}
+        await self.engine.settled()  # so that the version that we name is the one that stays
+        return 200, {"policy_version": self.engine.policy_version, "hold_s": seconds}
 
     def _ready(self) -> tuple[int, Any]:
         if self._draining.is_set():

@@ -28,21 +28,20 @@ from typing import Any, NamedTuple
 import jax
 from sgl_jax.srt.entrypoints import http_server
 from sgl_jax.srt.managers.detokenizer_manager import DetokenizerManager
-from sgl_jax.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sgl_jax.srt.managers.schedule_batch import ForwardMode
 from sgl_jax.srt.managers.template_manager import TemplateManager
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
-from sgl_jax.srt.sampling.sampling_params import SamplingParams
 from sgl_jax.srt.server_args import PortArgs, ServerArgs
 
 from headrace.config import Config
 from headrace.errors import StartupError
 from services.inference import sglang_jax_fixes, staging
+from services.inference.mailbox import Abort, Finished, Generate, Mailbox, Swap
 from services.inference.request import Request
-from services.inference.scheduler import OWN, Finished, Mailbox, VersionedScheduler
-from services.inference.weights import Version
+from services.inference.scheduler import OWN, VersionedScheduler, random_seed
+from services.inference.weights import Hold, Version
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +71,7 @@ class Engine:
         self._numbers = itertools.count()
         self._futures: dict[str, asyncio.Future[Finished]] = {}
         self._swapped = asyncio.Condition()
+        self._swapping = asyncio.Lock()
 
     @classmethod
     async def start(
@@ -98,10 +98,10 @@ class Engine:
         def deliver(finished: list[Finished]) -> None:
             loop.call_soon_threadsafe(holder[0]._deliver, finished)
 
-        mailbox = Mailbox(ports, deliver)
+        mailbox = Mailbox(ports, deliver, seed=random_seed())
 
         def build() -> VersionedScheduler:
-            scheduler = VersionedScheduler(server_args, ports, mailbox, died=died)
+            scheduler = VersionedScheduler(server_args, ports, mailbox, update=config.inference.update, died=died)
             _warm_up(scheduler)
             return scheduler
 
@@ -153,63 +153,63 @@ class Engine:
         Returns:
             the engine's id of the request, and what it will deliver. To cancel the future aborts nothing: `abort` does.
         """
-        parameters = SamplingParams(
-            max_new_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=request.ignore_eos,
-            sampling_seed=request.sampling_seed,
-        )
-        parameters.normalize(None)
         # The trailing dot: the engine aborts by prefix.
         rid = f"{OWN}{next(self._numbers)}."
         future: asyncio.Future[Finished] = self._loop.create_future()
         self._futures[rid] = future
-        self._mailbox.put(
-            TokenizedGenerateReqInput(
-                rid=rid,
-                text="",
-                input_ids=request.input_ids,
-                sampling_params=parameters,
-                return_logprob=False,
-                return_output_logprob_only=True,
-                logprob_start_len=-1,
-                top_logprobs_num=0,
-                extra_key=request.space,
-            )
-        )
+        self._mailbox.put(Generate(rid, request))
         return rid, future
 
     def abort(self, rid: str) -> None:
         """Ends a request early; it still delivers what it sampled. Unknown ids are ignored."""
         if rid in self._futures:
-            self._mailbox.put(AbortReq(rid=rid))
+            self._mailbox.put(Abort(rid))
 
-    async def install(self, version: Version) -> tuple[float, float]:
-        """Stages a version and swaps it in.
+    def abort_all(self) -> None:
+        """Ends every request early, those of the stock API too; each still delivers what it sampled."""
+        self._mailbox.put(Abort(None))
+
+    async def install(self, version: Version, hold: Hold) -> tuple[float, float]:
+        """Stages a version, waits for the hold's end and swaps the version in.
 
         Returns:
-            seconds that staging took, and from then to its use.
+            seconds that staging took, and from the hold's end to the version's use.
 
         Raises:
             StartupError: the tensors do not fit the model.
         """
         start_s = time.monotonic()
-        leaves = await asyncio.to_thread(staging.stage, self._scheduler.tp_worker.worker.model_runner, version.tensors)
+        runner = self._scheduler.tp_worker.worker.model_runner
+        self._scheduler.staged[version.policy_version] = await asyncio.to_thread(staging.stage, runner, version.tensors)
         staged_s = time.monotonic()
+        while True:
+            if self.held is not None:
+                await hold.ended()
+            async with self._swapping:
+                if self.held is not None and hold.remaining_s:
+                    continue  # it has begun while another swap ended
+                free_s = time.monotonic()
+                await self._swap(version)
+                return staged_s - start_s, time.monotonic() - free_s
+
+    async def settled(self) -> None:
+        """Returns when no swap is under way: a hold that was set before holds from then on."""
+        async with self._swapping:
+            pass
+
+    async def _swap(self, version: Version) -> None:
         swapped = self._loop.create_future()
 
-        def swap() -> None:
-            self._scheduler.swap(leaves, version.policy_version)
-            self._loop.call_soon_threadsafe(swapped.set_result, time.monotonic())
+        def tell(_: int) -> None:
+            self._loop.call_soon_threadsafe(swapped.set_result, None)
 
-        self._mailbox.put(swap)
+        self._scheduler.swapped = tell
+        self._mailbox.put(Swap(version.policy_version))
         await swapped
         async with self._swapped:
             # The arrays are the engine's now; what remains of the pulled ones can go.
             self.held = dataclasses.replace(version, tensors={})
             self._swapped.notify_all()
-        return staged_s - start_s, time.monotonic() - staged_s
 
     def _deliver(self, finished: list[Finished]) -> None:
         for result in finished:
