@@ -14,8 +14,11 @@ from services.envs.environment import Environment
 CATALOG = {
     "calculator": "services.envs.calculator:Calculator",
     "guess_number": "services.envs.guess_number:GuessNumber",
+    "gymnasium": "services.envs.toy_text:ToyText",
     "short_answer": "services.envs.short_answer:ShortAnswer",
 }
+# These need more than the records: the extra of that name brings it.
+EXTRAS = frozenset({"gymnasium"})
 
 
 def find(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
@@ -40,7 +43,8 @@ def find_class(name: str) -> type[Environment]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise StartupError(f"environment {name} cannot be imported: {error}") from error
+        remedy = f"; install headrace[{name}]" if name in EXTRAS else ""
+        raise StartupError(f"environment {name} cannot be imported: {error}{remedy}") from error
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise StartupError(f"{address} is no subclass of services.envs.environment.Environment")
     return found
