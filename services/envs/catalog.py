@@ -16,9 +16,10 @@ CATALOG = {
     "guess_number": "services.envs.guess_number:GuessNumber",
     "gymnasium": "services.envs.toy_text:ToyText",
     "short_answer": "services.envs.short_answer:ShortAnswer",
+    "textarena": "services.envs.text_games:TextGame",
 }
 # These need more than the records: the extra of that name brings it.
-EXTRAS = frozenset({"gymnasium"})
+EXTRAS = frozenset({"gymnasium", "textarena"})
 
 
 def find(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
