@@ -12,7 +12,7 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from services.envs.sandbox import landlock, namespaces, seccomp, supervisor
@@ -54,8 +54,9 @@ def _under_landlock(config: dict[str, Any]) -> Callable[[], None]:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
-    readable = [*_without(config["readable"], config["hidden"]), "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
-    landlock.restrict(readable, [config["scratch"], "/dev/null"])
+    readable, listable = _without(config["readable"], config["hidden"])
+    readable += [f"/dev/{name}" for name in namespaces.DEVICES]
+    landlock.restrict(readable=readable, listable=listable, writable=[config["scratch"], "/dev/null"])
 
     def confine() -> None:
         landlock.shut_in()
@@ -70,24 +71,31 @@ def readable_paths() -> tuple[list[str], list[str]]:
     library = os.path.join(os.path.realpath(sys.base_prefix), "lib")
     standard = os.path.join(library, version)
     readable = ["/bin", "/sbin", "/lib", "/lib64", "/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib64", "/usr/libexec"]
-    readable += ["/usr/share", "/etc/alternatives", "/etc/ld.so.cache", standard, os.path.realpath(sys.executable)]
+    python = os.path.realpath(sys.executable)
+    readable += ["/usr/share", "/etc/alternatives", "/etc/ld.so.cache", standard, python]
+    readable += [os.path.join(os.path.dirname(python), name) for name in ("python", "python3")]
     readable += sorted({os.path.realpath(path) for path in glob.glob(os.path.join(library, "libpython*.so*"))})
     readable += sorted(glob.glob(os.path.join(library, "libpython*.so*")))
     project = os.path.abspath(__file__).rsplit("/services/", 1)[0]
     hidden = [os.path.join(standard, "site-packages"), os.path.join(standard, "dist-packages")]
     hidden += [os.path.join(project, name) for name in ("services", "headrace")]
-    return list(dict.fromkeys(readable)), hidden
+    return [path for path in dict.fromkeys(readable) if os.path.lexists(path)], hidden
 
 
-def _without(paths: Iterable[str], hidden: Iterable[str]) -> Iterator[str]:
-    """The paths, each that holds something hidden replaced by its other entries: Landlock can only add."""
+def _without(paths: Iterable[str], hidden: Collection[str]) -> tuple[list[str], list[str]]:
+    """Paths to allow so that hidden ones stay hidden, since Landlock can only add; and directories above those."""
+    readable, above = [], []
     for path in paths:
         if path in hidden:
             continue
         if any(other.startswith(path + "/") for other in hidden) and os.path.isdir(path):
-            yield from _without((os.path.join(path, name) for name in os.listdir(path)), hidden)
+            above.append(path)
+            inner_readable, inner_above = _without((os.path.join(path, name) for name in os.listdir(path)), hidden)
+            readable += inner_readable
+            above += inner_above
         else:
-            yield path
+            readable.append(path)
+    return readable, above
 
 
 def _threads_of_this_user() -> int:

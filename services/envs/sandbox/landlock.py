@@ -32,10 +32,11 @@ def version() -> int:
     return max(0, _libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(GET_VERSION)))
 
 
-def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
+def restrict(*, readable: Iterable[str], listable: Iterable[str], writable: Iterable[str]) -> None:
     """Leaves these paths, with what is beneath, and signals to processes that are restricted by this or a later call.
 
-    Paths that do not exist are passed over. Raises OSError where the kernel cannot do all of it.
+    Of what is beneath a listable path only names are to be had. Paths that do not exist are passed over. Raises OSError
+    where the kernel cannot do all of it.
     """
     if version() < FIRST_VERSION_WITH_SCOPES:
         raise OSError(f"Landlock has version {version()} here, and signals need {FIRST_VERSION_WITH_SCOPES}")
@@ -44,6 +45,8 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
     try:
         for path in readable:
             _allow(rules, path, EXECUTE | READ_FILE | READ_DIRECTORY)
+        for path in listable:
+            _allow(rules, path, READ_DIRECTORY)
         for path in writable:
             _allow(rules, path, handled)
         _enforce(rules)

@@ -107,14 +107,16 @@ def _wait(child: int, errors: int) -> None:
 def _make_root(readable: Sequence[str], hidden: Sequence[str], scratch_bytes: int, scratch_files: int) -> None:
     root = "/tmp"  # only a place to mount at: nothing is written there
     _mount("none", "/", "", SLAVE | RECURSIVE)
-    sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in readable if os.path.exists(path)}
+    sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in readable}
     sources |= {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC) for name in DEVICES}
     links = {path: os.readlink(path) for path in readable if os.path.islink(path)}
     _mount("tmpfs", root, "tmpfs", NO_SETUID, "size=4m,mode=755")
     for path, source in sources.items():
         place = root + path
         os.makedirs(os.path.dirname(place), exist_ok=True)
-        if path in links:
+        if os.path.lexists(place):
+            pass  # beneath another that is there already
+        elif path in links:
             os.symlink(links[path], place)
         else:
             _bind(source, place, 0 if path.startswith("/dev/") else NO_DEVICES)

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.envs.sandbox import jail
-from services.envs.sandbox.sandbox import Limits, Sandbox, Sandboxes, SandboxError
+from services.envs.sandbox.sandbox import Limits, Sandbox, SandboxError, Sandboxes
 from services.envs.sandbox.supervised import Supervised
 
 IMPORT_ROOT = str(Path(__file__).resolve().parents[3])
@@ -33,6 +32,7 @@ class ProcessSandboxes(Sandboxes):
         self._limits = limits
         self._slots = asyncio.Semaphore(max_open)
         readable, hidden = jail.readable_paths()
+        self._python = os.path.realpath(sys.executable)
         self._config = {
             "way": way,
             "limits": dataclasses.asdict(limits),
@@ -40,8 +40,8 @@ class ProcessSandboxes(Sandboxes):
             "max_open": max_open,
             "readable": readable,
             "hidden": hidden,
-            "python": os.path.realpath(sys.executable),
-            "path": "/usr/local/bin:/usr/bin:/bin",
+            "python": self._python,
+            "path": f"{os.path.dirname(self._python)}:/usr/local/bin:/usr/bin:/bin",
             "interpreter": INTERPRETER.read_text(encoding="utf-8"),
             "watch_scratch": way == "landlock",
         }
@@ -59,13 +59,13 @@ class ProcessSandboxes(Sandboxes):
                     yield sandbox
             finally:
                 if scratch:
-                    await asyncio.shield(asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True))
+                    await asyncio.shield(_remove(scratch))
 
     @contextlib.asynccontextmanager
     async def _process(self, scratch: str) -> AsyncIterator[asyncio.subprocess.Process]:
         try:
             process = await asyncio.create_subprocess_exec(
-                os.path.realpath(sys.executable),
+                self._python,
                 *("-I", "-S", "-c", START, json.dumps({**self._config, "scratch": scratch})),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -80,8 +80,18 @@ class ProcessSandboxes(Sandboxes):
             yield process
         finally:
             # Its namespaces end with it, and everything in them; elsewhere it kills its children at the end of stdin.
+            assert process.stdin
             process.stdin.close()
             await asyncio.shield(_ended(process))
+
+
+async def _remove(scratch: str) -> None:
+    # Not Python's rmtree, which gives up on directories that are locked or nested thousands deep.
+    command = 'chmod -R u+rwX "$1"; rm -rf "$1"'
+    remover = await asyncio.create_subprocess_exec(
+        "/bin/sh", "-c", command, "sh", scratch, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+    )
+    await remover.wait()
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:

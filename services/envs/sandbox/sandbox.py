@@ -29,6 +29,8 @@ class Ending(enum.Enum):
     """Killed, with everything that it had started, when its time was up."""
     OUTPUT = "output"
     """Killed for writing more than the limit."""
+    SCRATCH = "scratch"
+    """Killed for filling its scratch directory, where no file system refuses in time."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ runs it waits for the program, its output, its deadline, and the end of stdin, a
 """
 
 import base64
+import contextlib
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ import time
 
 MAX_REQUEST_BYTES = 256 << 20
 READ_BYTES = 1 << 16
+WATCH_S = 0.2
 CODE_FDS = (3, 4)  # where interpreter.py reads source and answers
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
 
@@ -102,10 +104,10 @@ class Supervisor:
         reply = b""
         while True:
             left = deadline - time.monotonic()
-            if left <= 0:
-                run.ending = "deadline"
+            if left <= 0 or self._scratch_is_full():
+                run.ending = "deadline" if left <= 0 else "scratch"
                 return run
-            for fd, events in poll.poll(left * 1000):
+            for fd, events in poll.poll(min(left, WATCH_S) * 1000):
                 if fd == self._requests:
                     raise Gone
                 if fd == self._woken:
@@ -170,7 +172,7 @@ class Supervisor:
             environment = {"PATH": self._config["path"], "HOME": self._scratch, "TMPDIR": self._scratch}
             environment.update(LANG="C.UTF-8", PYTHONDONTWRITEBYTECODE="1")
             os.execvpe(argv[0], argv, environment)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - a child must not return
             message = f"{argv[0][:200]!r}: {error}\n"
         finally:
             try:
@@ -209,6 +211,22 @@ class Supervisor:
                 break
         self._leader = self._leader_status = self._interpreter = None
 
+    def _scratch_is_full(self):
+        """Where no file system of its own limits the scratch directory: whether it holds more than it may."""
+        if not self._config["watch_scratch"]:
+            return False
+        size, count = 0, 0
+        for directory, inner, names in os.walk(self._scratch):
+            for name in (*inner, *names):
+                try:
+                    size += os.lstat(os.path.join(directory, name)).st_blocks * 512
+                except FileNotFoundError:
+                    continue
+                count += 1
+                if size > self._limits["scratch_bytes"] or count > self._limits["scratch_files"]:
+                    return True
+        return False
+
     def _reap(self):
         """Collects dead orphans, and notes how the leader ended."""
         while self._leader_status is None:
@@ -232,7 +250,8 @@ class Supervisor:
         return {}
 
     def _read(self, request):
-        files, left = {}, self._limits["scratch_bytes"]
+        files: dict = {}
+        left = self._limits["scratch_bytes"]
         for directory, inner, names in os.walk(self._scratch):
             inner.sort()
             for name in sorted(names):
@@ -266,7 +285,8 @@ class Child:
 
     def __init__(self, fds):
         self.outputs = (fds[1], fds[2])
-        self.input, self.replies = (fds[0], -1) if len(fds) == 3 else (fds[3], fds[4])
+        self.input = fds[0] if len(fds) == 3 else fds[3]
+        self.replies = fds[4] if len(fds) == 5 else -1
         self.to_write = b""
         self._fds = fds
         for fd in fds:
@@ -377,10 +397,8 @@ def _is_readable(fd):
 
 
 def _kill(kill, pid):
-    try:
+    with contextlib.suppress(ProcessLookupError):
         kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _regular_content(path, most_bytes):
