@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import signal
 import socket
 import sys
@@ -21,7 +22,11 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from headrace import address, tracing
+from headrace import security as securities
 from headrace.errors import AddressInUse, StartupError
+from headrace.security import PLAIN, Security
+
+log = logging.getLogger(__name__)
 
 MESSAGE_LIMIT_BYTES = 512 * 1024 * 1024
 
@@ -70,23 +75,37 @@ class Service(NamedTuple):
 class Server:
     """A running gRPC server."""
 
-    def __init__(self, server: grpc.aio.Server, port: int, health: HealthServicer, names: Sequence[str]):
+    def __init__(self, servers: Sequence[grpc.aio.Server], port: int, health: HealthServicer, names: Sequence[str]):
         self.port = port
-        self._server = server
+        self._servers = servers
         self._health = health
         self._names = names
 
     @classmethod
-    async def start(cls, listen: str, services: Sequence[Service | tuple[str, Callable[..., None], Any]]) -> Server:
+    async def start(
+        cls,
+        listen: str,
+        services: Sequence[Service | tuple[str, Callable[..., None], Any]],
+        *,
+        security: Security = PLAIN,
+        health_listen: str = "",
+    ) -> Server:
         """Listens on "host:port" (port 0: any) and answers NOT_SERVING to health checks until `set_serving`.
 
-        The health service named "liveness" is SERVING from the start until `stop`.
+        The health service named "liveness" is SERVING from the start until `stop`. Health checks need no token.
+
+        Args:
+            listen: where to serve.
+            services: what to serve.
+            security: what to show and to ask of callers.
+            health_listen: "host:port" that answers health checks alone, in plaintext: Kubernetes' probes know no TLS.
 
         Raises:
             AddressInUse: the port is taken.
             StartupError: it is no address.
         """
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        checks = [_TokenCheck(security)] if security.tokens else []
+        server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=checks)
         health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         names = [Service(*service).name for service in services]
@@ -95,16 +114,19 @@ class Server:
             add(servicer, server)
         described = [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(described, server)
-        _refuse_taken(listen)
-        try:
-            port = server.add_insecure_port(listen)
-        except RuntimeError as error:  # taken since we looked
-            raise AddressInUse(f"--listen {listen} cannot be bound: is the port taken? choose another") from error
-        self = cls(server, port, health, ["", *names])
+        servers = [server]
+        port = _bind(server, listen, "--listen", security.server_credentials())
+        if health_listen:
+            probed = grpc.aio.server(options=_SERVER_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(health, probed)
+            _bind(probed, health_listen, "--health-listen", None)
+            servers.append(probed)
+        self = cls(servers, port, health, ["", *names])
         await self.set_serving(False)
         # Whether the process answers at all, ready or not: a liveness probe must not end a service that waits.
         await health.set("liveness", health_pb2.HealthCheckResponse.SERVING)
-        await server.start()
+        for each in servers:
+            await each.start()
         return self
 
     async def set_serving(self, serving: bool) -> None:
@@ -116,23 +138,46 @@ class Server:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets running ones end within `grace_s` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""
-        await self._server.wait_for_termination()
+        await self._servers[0].wait_for_termination()
 
 
-def channel(address: str, *, foreign: bool = False) -> grpc.aio.Channel:
+def channel(address: str, *, foreign: bool = False, security: Security = PLAIN) -> grpc.aio.Channel:
     """A channel to "host:port"; calls go round the hosts that the name resolves to.
 
     Args:
         address: the host:port, or a gRPC target.
         foreign: the server may be anybody's, not a Server of this module; then deadlines must find out who is dead.
+        security: what to ask of the server and to show it.
     """
     target = address if "://" in address or address.startswith("unix:") else f"dns:///{address}"
     keepalive = _SELDOM if foreign else _KEEPALIVE
-    return grpc.aio.insecure_channel(target, options=[*keepalive, *_CHANNEL_OPTIONS])
+    options = [*keepalive, *_CHANNEL_OPTIONS]
+    credentials = security.channel_credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+async def explain_failures(channel: grpc.aio.Channel, address: str, security: Security) -> None:
+    """Logs why no connection to a server that is there comes about, once for each reason, until it is cancelled.
+
+    Calls that wait for their server to start would otherwise wait for one that they cannot talk to, and say nothing.
+    """
+    told = ""
+    while True:
+        state = channel.get_state(try_to_connect=True)
+        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            problem = await securities.diagnose(address, security)
+            if problem and problem != told:
+                log.error("%s", problem)
+            told = problem or told
+        elif state is grpc.ChannelConnectivity.READY:
+            told = ""
+        await channel.wait_for_state_change(state)
 
 
 def stop_signal(*others: signal.Signals) -> asyncio.Event:
@@ -163,12 +208,41 @@ def main(run: Callable[[], Coroutine[Any, Any, int | None]]) -> None:
     sys.exit(code)
 
 
-def _refuse_taken(listen: str) -> None:
+def _bind(server: grpc.aio.Server, listen: str, flag: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Opens the port. Raises AddressInUse and StartupError."""
+    _refuse_taken(listen, flag)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(listen)
+        return server.add_secure_port(listen, credentials)
+    except RuntimeError as error:  # taken since we looked
+        raise AddressInUse(f"{flag} {listen} cannot be bound: is the port taken? choose another") from error
+
+
+class _TokenCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without the right token, but for health checks."""
+
+    def __init__(self, security: Security):
+        self._security = security
+
+    async def intercept_service(self, continuation: Callable[..., Any], call: grpc.HandlerCallDetails) -> Any:
+        metadata = dict(call.invocation_metadata or ())
+        refusal = self._security.refusal(metadata.get("authorization"))
+        if not refusal or call.method.startswith("/grpc.health.v1.Health/"):
+            return await continuation(call)
+
+        async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _refuse_taken(listen: str, flag: str) -> None:
     """Raises AddressInUse with the system's reason; gRPC would log lines of its own and keep the reason there."""
     try:
         host, port = address.split(listen)
     except ValueError as error:
-        raise StartupError(f"--listen {error}") from error
+        raise StartupError(f"{flag} {error}") from error
     refused: list[OSError] = []
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -184,7 +258,7 @@ def _refuse_taken(listen: str) -> None:
     # A name may stand for an address of a family that this machine does not have.
     if any(error.errno == errno.EADDRINUSE for error in refused) or len(refused) >= max(1, len(found)):
         reason = refused[0].strerror or str(refused[0])
-        raise AddressInUse(f"--listen {listen} cannot be bound ({reason}); give a free HOST:PORT of this machine")
+        raise AddressInUse(f"{flag} {listen} cannot be bound ({reason}); give a free HOST:PORT of this machine")
 
 
 def _complain(error: BaseException) -> None:
@@ -199,4 +273,4 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     return leaves
 
 
-__all__ = ["AddressInUse", "Server", "Service", "StartupError", "channel", "main", "stop_signal"]
+__all__ = ["AddressInUse", "Server", "Service", "StartupError", "channel", "explain_failures", "main", "stop_signal"]

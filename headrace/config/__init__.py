@@ -14,13 +14,16 @@ from headrace.config.model import Create, Model
 from headrace.config.rollout import Rollout
 from headrace.config.run import Redis, Run, Telemetry, Traces
 from headrace.config.run_file import Config, ConfigError, dump, load, named_run, parse
-from headrace.config.trainer import Checkpoint, Loss, Mesh, Optimizer, Trainer, WarmStart
+from headrace.config.security import Security, Tls
+from headrace.config.trainer import Advantage, Checkpoint, Critic, Loss, Mesh, Optimizer, Trainer, WarmStart
 
 __all__ = [
+    "Advantage",
     "Checkpoint",
     "Config",
     "ConfigError",
     "Create",
+    "Critic",
     "Environment",
     "Inference",
     "Loss",
@@ -30,7 +33,9 @@ __all__ = [
     "Redis",
     "Rollout",
     "Run",
+    "Security",
     "Telemetry",
+    "Tls",
     "Traces",
     "Trainer",
     "WarmStart",

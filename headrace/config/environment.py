@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -24,6 +25,10 @@ class Environment(Section):
     max_turns: Count = 8
     reset_timeout_s: Seconds = 60.0
     step_timeout_s: Seconds = 60.0
+    tls: bool | None = Field(None, description="whether its server speaks TLS; empty: as security.tls is set")
+    token_file: Path | None = Field(
+        None, description="file with the token that its server asks of gateways: its own, for it learns no other"
+    )
     max_concurrent_episodes: Count = Field(1024, description="episodes that one server runs at once")
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ from headrace.config.model import Model
 from headrace.config.rollout import Rollout
 from headrace.config.run import Redis, Run, Telemetry
 from headrace.config.section import Section
+from headrace.config.security import Security
 from headrace.config.trainer import Trainer
 from headrace.errors import StartupError
 
@@ -41,6 +42,7 @@ class Config(Section):
     environments: dict[str, Environment] = Field(min_length=1)
     redis: Redis = Redis()
     telemetry: Telemetry = Telemetry()
+    security: Security = Security()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
@@ -68,9 +70,25 @@ class Config(Section):
             errors.append(
                 f"trainer.warm_start.environment {warm_start.environment!r} must be one of {sorted(self.environments)}"
             )
+        errors += self._tokens_in_the_clear()
         if errors:
             raise ValueError("\n".join(errors))
         return self
+
+    def _tokens_in_the_clear(self) -> list[str]:
+        tls = self.security.tls is not None
+        errors = []
+        if self.security.token_file and not tls:
+            errors.append("security.token_file needs security.tls: a token that is sent in plaintext is no secret")
+        for name, environment in self.environments.items():
+            speaks = tls if environment.tls is None else environment.tls
+            if environment.token_file and not speaks:
+                errors.append(f"environments.{name}.token_file needs TLS: set security.tls, or environments.{name}.tls")
+            if environment.tls and not environment.address and not tls:
+                errors.append(
+                    f"environments.{name}.tls is set, but we serve it without a certificate: set security.tls"
+                )
+        return errors
 
     @property
     def model_path(self) -> Path:
