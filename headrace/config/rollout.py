@@ -24,7 +24,17 @@ class Rollout(Section):
     group_timeout_s: Seconds = Field(1800.0, description="stragglers of a group are cancelled after it")
     episode_attempts: Count = Field(3, description="environment sessions that one episode may take")
     engine_timeout_s: Seconds = Field(120.0, description="deadline of one engine call")
-    engine_attempts: Count = Field(8, description="engine calls that one action may take")
+    engine_attempts: Count = Field(8, description="engine calls of one action that may fail")
+    engine_window_least: Count = Field(1, description="calls that a gateway keeps at an engine under pressure")
+    engine_window_first: Count = Field(256, description="calls that a gateway sends to an engine that it does not know")
+    engine_window_most: Count = Field(4096, description="calls that a gateway keeps at an engine at the most")
+    engine_circuit_failures: Count = Field(
+        5, description="calls that fail in a row before an engine is left alone for a while"
+    )
+    engine_circuit_longest_s: Seconds = Field(
+        30.0,
+        description="longest time that a failing engine is left alone; the first is 0.5 s, each next twice that",
+    )
     claim_timeout_s: Seconds = Field(30.0, description="silence after which another gateway takes a ticket over")
     max_unpublished_groups: Count = Field(64, description="ended groups held while Redis is away")
     drain_timeout_s: Seconds = Field(10.0, description="how long SIGTERM waits for groups to end; others take the rest")
@@ -33,4 +43,6 @@ class Rollout(Section):
     def _group_fits(self) -> Rollout:
         if self.max_concurrent_episodes < self.group_size:
             raise ValueError("max_concurrent_episodes must be at least group_size, or no group could start")
+        if not self.engine_window_least <= self.engine_window_first <= self.engine_window_most:
+            raise ValueError("engine_window_least, engine_window_first and engine_window_most must not descend")
         return self

@@ -23,6 +23,7 @@ from headrace.errors import StartupError
 from headrace.stream import Streams, connect
 from headrace.v1 import rollout_service_pb2_grpc
 from services.rollout import metrics
+from services.rollout.circuit import CircuitLimits
 from services.rollout.environment import Environment
 from services.rollout.episode import World
 from services.rollout.inference import Engines
@@ -30,6 +31,7 @@ from services.rollout.renderer import Renderer
 from services.rollout.scheduler import Scheduler
 from services.rollout.server import SERVICE_NAME, RolloutServicer
 from services.rollout.slots import Slots
+from services.rollout.window import WindowLimits
 
 log = logging.getLogger("services.rollout")
 
@@ -52,14 +54,7 @@ async def run(arguments: argparse.Namespace) -> None:
         stack.push_async_callback(redis.aclose)
         streams = Streams(redis, settings.run.id, claim_timeout_s=settings.rollout.claim_timeout_s)
         telemetry.serve_metrics(arguments.metrics_listen)
-        engines = await stack.enter_async_context(
-            Engines(
-                settings.inference.addresses,
-                timeout_s=settings.rollout.engine_timeout_s,
-                attempts=settings.rollout.engine_attempts,
-                vocabulary_size=vocabulary_size,
-            )
-        )
+        engines = await stack.enter_async_context(_engines(settings, vocabulary_size))
         environments = {name: Environment(name, entry) for name, entry in settings.environments.items()}
         for environment in environments.values():
             stack.push_async_callback(environment.close)
@@ -93,6 +88,19 @@ async def run(arguments: argparse.Namespace) -> None:
             await work
             watch.cancel()
         log.info("stopped")
+
+
+def _engines(settings: config.Config, vocabulary_size: int) -> Engines:
+    rollout = settings.rollout
+    return Engines(
+        settings.inference.addresses,
+        timeout_s=rollout.engine_timeout_s,
+        attempts=rollout.engine_attempts,
+        vocabulary_size=vocabulary_size,
+        affinity=rollout.group_size if settings.inference.prefix_cache else 0,
+        window=WindowLimits(rollout.engine_window_least, rollout.engine_window_first, rollout.engine_window_most),
+        circuit=CircuitLimits(rollout.engine_circuit_failures, longest_s=rollout.engine_circuit_longest_s),
+    )
 
 
 def _check(settings: config.Config, path: Path) -> None:

@@ -6,8 +6,14 @@ The field's rule for names: headrace_rollout_<what>_<unit>. Nothing here blocks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from services.rollout.engine import Engine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 _LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 5)
@@ -39,11 +45,32 @@ engine_calls = Counter("headrace_rollout_engine_calls", "calls to engines by out
 open_engine_calls = Gauge(
     "headrace_rollout_open_engine_calls", "actions that wait for an engine or for its answer: what engines scale by"
 )
+waiting_engine_calls = Gauge("headrace_rollout_waiting_engine_calls", "calls that wait for a place at an engine")
+engine_retries = Counter("headrace_rollout_engine_retries", "calls made because another had this outcome", ["cause"])
 ready_engines = Gauge("headrace_rollout_ready_engines", "engines that answered their last readiness check")
+engine_window = Gauge("headrace_rollout_engine_window", "calls that this gateway may keep at an engine", ["engine"])
+engine_inflight = Gauge("headrace_rollout_engine_inflight", "calls that an engine is answering", ["engine"])
+engine_circuit = Gauge(
+    "headrace_rollout_engine_circuit", "an engine's circuit: 0 closed, 1 half open, 2 open", ["engine"]
+)
 
 event_loop_lag_seconds = Histogram(
     "headrace_rollout_event_loop_lag_seconds", "how late the event loop wakes a sleeper", buckets=_LAG_SECONDS
 )
+
+
+def show_engine(engine: Engine) -> None:
+    """Has each scrape read the engine's window, calls and circuit."""
+    engine_window.labels(engine.url).set_function(lambda: engine.window.size)
+    engine_inflight.labels(engine.url).set_function(lambda: engine.running)
+    engine_circuit.labels(engine.url).set_function(lambda: engine.circuit.state(time.monotonic()))
+
+
+def forget_engine(engine: Engine) -> None:
+    """The engine is gone."""
+    for gauge in (engine_window, engine_inflight, engine_circuit):
+        with contextlib.suppress(KeyError):
+            gauge.remove(engine.url)
 
 
 async def watch_event_loop() -> None:

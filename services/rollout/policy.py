@@ -46,6 +46,7 @@ def acting(task: pb.Task, name: str, *, engines: Engines, renderer: Renderer, te
         temperature=temperature,
         stop_token_ids=renderer.stop_token_ids,
         min_policy_version=task.min_policy_version,
+        group=task.task_id,
     ) as context:
         yield _Policy(context)
 

@@ -1,4 +1,4 @@
-"""One sampled action: what a /generate reply must say of it before anything is made of it. Pure.
+"""One sampled action: what must hold of it before anything is made of it. Pure.
 
 Arrays: A sampled tokens.
 """
@@ -7,17 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Collection
 
 from headrace.v1 import trajectory_pb2 as pb
-
-_FINISH_REASONS = {
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-    "abort": pb.FINISH_REASON_ABORT,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,34 +27,18 @@ class BadReply(ValueError):
     """A reply that contradicts itself or the request."""
 
 
-def read_reply(
-    data: bytes,
+def checked(
+    sample: Sample,
     *,
     max_new_tokens: int,
     min_policy_version: int,
     vocabulary_size: int,
     stop_token_ids: Collection[int],
-) -> tuple[Sample, str]:
-    """(sample, prefix namespace) of a 200 body of /generate. Raises BadReply."""
-    try:
-        reply = json.loads(data)
-        ids = reply["output_ids"]
-        meta = reply["meta_info"]
-        entries = meta["output_token_logprobs"]
-        spans = [(version, length) for version, length in meta["policy_versions"]]
-        reason = _FINISH_REASONS[meta["finish_reason"]["type"]]
-        logprobs = [entry[0] for entry in entries]
-        logprob_ids = [entry[1] for entry in entries]
-        count = meta["completion_tokens"]
-        extra_key = meta["extra_key"]
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise BadReply(f"{type(error).__name__}: {str(error)[:200]}") from error
-    if not isinstance(ids, list):
-        raise BadReply(f"output_ids is of type {type(ids).__name__}")
-    if ids != logprob_ids:
-        raise BadReply(f"output_ids ({len(ids)}) and output_token_logprobs ({len(logprob_ids)}) name different tokens")
-    if len(ids) != count:
-        raise BadReply(f"completion_tokens is {count} for {len(ids)} tokens")
+) -> Sample:
+    """The sample that an engine claims to have drawn, if it can be true of the request. Raises BadReply."""
+    ids, logprobs, spans, reason = sample.token_ids, sample.logprobs, sample.version_spans, sample.finish_reason
+    if len(ids) != len(logprobs):
+        raise BadReply(f"there are {len(logprobs)} logprobs for {len(ids)} tokens")
     if len(ids) > max_new_tokens or (not ids and reason != pb.FINISH_REASON_ABORT):
         raise BadReply(f"{len(ids)} tokens where 1 to {max_new_tokens} were asked for")
     covered = 0
@@ -73,21 +50,17 @@ def read_reply(
         covered += length
     if covered != len(ids):
         raise BadReply(f"policy_versions covers {covered} of {len(ids)} tokens")
-    if not isinstance(extra_key, str):
-        raise BadReply(f"extra_key is {extra_key!r}")
-    if ids:
-        # Loops in C: an action may have thousands of tokens.
-        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary_size:
-            raise BadReply(f"output_ids holds what is no token of 0..{vocabulary_size - 1}")
-        if (
-            not set(map(type, logprobs)) <= {float, int}
-            or not all(map(math.isfinite, logprobs))
-            or max(logprobs) > 1e-3
-        ):
-            raise BadReply("output_token_logprobs holds what is no log-probability")
-        if reason == pb.FINISH_REASON_ABORT and ids[-1] in stop_token_ids:
-            reason = pb.FINISH_REASON_STOP  # the abort came with the last token: nothing is left to sample
-    return Sample(ids, logprobs, spans, reason), extra_key
+    if not ids:
+        return sample
+    # Loops in C: an action may have thousands of tokens.
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary_size:
+        raise BadReply(f"output_ids holds what is no token of 0..{vocabulary_size - 1}")
+    if not set(map(type, logprobs)) <= {float, int} or not all(map(math.isfinite, logprobs)) or max(logprobs) > 1e-3:
+        raise BadReply("output_token_logprobs holds what is no log-probability")
+    if reason == pb.FINISH_REASON_ABORT and ids[-1] in stop_token_ids:
+        # The abort came with the last token: nothing is left to sample.
+        return dataclasses.replace(sample, finish_reason=pb.FINISH_REASON_STOP)
+    return sample
 
 
 def joined(parts: list[Sample], finish_reason: pb.FinishReason) -> Sample:

