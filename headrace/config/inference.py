@@ -34,4 +34,6 @@ class Inference(Section):
         8.0, description="time that running requests get to end after SIGTERM; then they are handed over as they are"
     )
     seed: int = Field(0, ge=0)
-    compilation_cache: Path | None = Field(None, description="folder of compiled programs, kept between starts")
+    compilation_cache: Path | None = Field(
+        None, description="folder of compiled programs, kept between starts; default: `compiled` in run.directory"
+    )

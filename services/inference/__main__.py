@@ -22,6 +22,7 @@ import uvloop
 
 from headrace import address, config, model_folder, rpc, telemetry, tracing
 from headrace.errors import AddressInUse, StartupError
+from services.inference.lineage import Lineage
 from services.inference.metrics import Metrics
 from services.inference.server import Server
 from services.inference.weights import Hold, Puller, Version
@@ -42,7 +43,7 @@ async def run(arguments: argparse.Namespace) -> None:
         "engine", instance=arguments.name, run_id=settings.run.id, **settings.telemetry.traces.model_dump()
     )
     model_folder.ensure(settings)
-    _prepare_jax(settings.inference)
+    _prepare_jax(settings)
     stop = rpc.stop_signal()
     loop = asyncio.get_running_loop()
     death: asyncio.Future[None] = loop.create_future()
@@ -66,9 +67,19 @@ async def run(arguments: argparse.Namespace) -> None:
         server.engine = metrics.source = engine
         log.info("the engine is built and waits for weights from %s", settings.trainer.address)
 
+        lineage = Lineage()
+
         async def install(version: Version) -> None:
             seconds = await engine.install(version, hold)
             metrics.installed(*seconds)
+            earlier = lineage.add(version.policy_version, version.root_hash)
+            if earlier is not None:
+                metrics.returned_to_older_weights()
+                log.warning(
+                    "version %d has the weights that version %d had: the trainer has gone back to an older step",
+                    version.policy_version,
+                    earlier,
+                )
             log.info("version %d is in use: staged in %.3f s, swapped in %.4f s", version.policy_version, *seconds)
 
         channel = await stack.enter_async_context(rpc.channel(settings.trainer.address))
@@ -121,12 +132,17 @@ def _check(settings: config.Config, path: Path) -> None:
         raise config.ConfigError(str(path), errors)
 
 
-def _prepare_jax(inference: config.Inference) -> None:
+def _prepare_jax(settings: config.Config) -> None:
     """Settings that JAX and the engine take from the environment alone, made from ours."""
-    os.environ["JAX_PLATFORMS"] = inference.device
+    os.environ["JAX_PLATFORMS"] = settings.inference.device
     os.environ["TQDM_DISABLE"] = "1"
-    if inference.compilation_cache is not None:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(inference.compilation_cache.absolute())
+    folder = (settings.inference.compilation_cache or settings.run.directory / "compiled").absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("every start compiles anew: %s cannot be made (%s)", folder, error.strerror)
+    else:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
 
 
 @contextlib.asynccontextmanager

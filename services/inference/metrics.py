@@ -34,6 +34,10 @@ class Source(Protocol):
     @property
     def prompt_tokens(self) -> int: ...
     @property
+    def recomputed_tokens(self) -> int: ...
+    @property
+    def programs(self) -> int: ...
+    @property
     def policy_version(self) -> int | None: ...
 
 
@@ -70,6 +74,11 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._returns = prometheus_client.Counter(
+            "headrace_inference_returns_to_older_weights",
+            "Versions whose content an older version had: the trainer has gone back to an older step",
+            registry=self.registry,
+        )
         self.registry.register(self)  # type: ignore[arg-type]
 
     def answered(self, status: int) -> None:
@@ -86,6 +95,10 @@ class Metrics:
         """A version is in use."""
         self._stage_seconds.observe(stage_seconds)
         self._swap_seconds.observe(swap_seconds)
+
+    def returned_to_older_weights(self) -> None:
+        """A version has come whose content an older one had."""
+        self._returns.inc()
 
     def text(self) -> bytes:
         """All of it, in Prometheus's text format."""
@@ -111,5 +124,11 @@ class Metrics:
         for name, text, value in (
             ("generated_tokens", "Tokens sampled", source.generated_tokens),
             ("prompt_tokens", "Prompt tokens of all requests, cached ones included", source.prompt_tokens),
+            (
+                "recomputed_tokens",
+                "Tokens of running requests that swaps sent back to be prefilled again (inference.update: recompute)",
+                source.recomputed_tokens,
+            ),
+            ("programs", "Programs that JAX has built or loaded; constant once the engine is ready", source.programs),
         ):
             yield CounterMetricFamily(f"headrace_inference_{name}", text, value=value)

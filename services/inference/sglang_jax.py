@@ -38,6 +38,7 @@ from sgl_jax.srt.server_args import PortArgs, ServerArgs
 from headrace.config import Config
 from headrace.errors import StartupError
 from services.inference import sglang_jax_fixes, staging
+from services.inference.compilation import compilations
 from services.inference.mailbox import Abort, Finished, Generate, Mailbox, Swap
 from services.inference.request import Request
 from services.inference.scheduler import OWN, VersionedScheduler, random_seed
@@ -89,6 +90,7 @@ class Engine:
         Raises:
             StartupError: the model folder cannot be served.
         """
+        compilations()
         sglang_jax_fixes.install(without=() if config.inference.device == "cpu" else sglang_jax_fixes.CPU_ONLY)
         server_args = _server_args(config)
         ports = PortArgs.init_new(server_args)
@@ -139,6 +141,16 @@ class Engine:
     def prompt_tokens(self) -> int:
         """Prompt tokens of all requests since start, cached ones included."""
         return self._scheduler.prompt_tokens
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens of running requests that swaps have sent back to be prefilled again."""
+        return self._scheduler.recomputed_tokens
+
+    @property
+    def programs(self) -> int:
+        """Programs that JAX has built in this process."""
+        return compilations().count
 
     async def wait_for_version(self, at_least: int) -> None:
         """Returns once a version that new is held."""
@@ -238,6 +250,7 @@ def _server_args(config: Config) -> ServerArgs:
         precompile_token_paddings=[size for size in (64, 256, 1024, 4096) if size < chunk] + [chunk],
         page_size=inference.page_size,
         tp_size=inference.tensor_parallel,
+        device_indexes=list(range(inference.tensor_parallel)),
         disable_radix_cache=not inference.prefix_cache,
         attention_backend="fa" if tpu else "native",
         random_seed=inference.seed,

@@ -84,12 +84,29 @@ class Engine:
         meta = reply["meta_info"]
         spans = meta["policy_versions"]
         expected = reference.logprobs(
-            self.model, self.versions, prompt, reply["output_ids"], spans=spans, temperature=temperature
+            self.model,
+            self.versions,
+            prompt,
+            reply["output_ids"],
+            spans=spans,
+            temperature=temperature,
+            recomputed=self.settings.inference.update == "recompute",
         )
         return np.abs(expected - np.array([entry[0] for entry in meta["output_token_logprobs"]]))
 
     def prompt(self, length: int, seed: int) -> list[int]:
         return np.random.default_rng(seed).integers(4, self.model["vocab_size"], length).tolist()
+
+    async def metrics(self) -> dict[str, float]:
+        """The values at /metrics, by name and labels."""
+        async with aiohttp.ClientSession() as session, session.get(self.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+    async def hold(self, body: object) -> tuple[int, dict[str, Any]]:
+        """Status and answer of POST /weights."""
+        async with aiohttp.ClientSession() as session, session.post(self.url + "/weights", json=body) as reply:
+            return reply.status, await reply.json()
 
     def cpu_s(self) -> float:
         """Processor time that the process has taken."""

@@ -98,12 +98,21 @@ def logprobs(
     *,
     spans: Sequence[Sequence[int]],
     temperature: float = 1.0,
+    recomputed: bool = False,
 ) -> np.ndarray:
     """float64[A]: log-probability of each token of a reply whose versions are `spans`.
 
-    The step that sampled token i computed the position before it, and the first step the whole prompt.
+    The step that sampled token i computed the position before it, and the first step the whole prompt; where a swap
+    had everything `recomputed`, the first step of each version computed all that stands before it.
     """
-    names = sorted(versions)
+    if recomputed and len(spans) > 1:
+        parts, done = [], 0
+        for version, length in spans:
+            before, part = [*prompt, *reply[:done]], reply[done : done + length]
+            parts.append(logprobs(config, versions, before, part, spans=[(version, length)], temperature=temperature))
+            done += length
+        return np.concatenate(parts)
+    names = sorted({version for version, _ in spans})
     of_token = [names.index(version) for version, length in spans for _ in range(length)]
     which = [of_token[0]] * (len(prompt) - 1) + of_token
     found = logits(config, [versions[name] for name in names], which, [*prompt, *reply[:-1]])[len(prompt) - 1 :]

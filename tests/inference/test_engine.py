@@ -33,6 +33,7 @@ def engine(tmp_path_factory):
         assert engine.status("/ready") == 503
         engine.publish(1)
         assert engine.status("/ready") == 200
+        engine.programs = asyncio.run(engine.metrics())["headrace_inference_programs_total"]
         yield engine
 
 
@@ -196,20 +197,15 @@ async def test_a_request_waits_for_the_version_that_it_demands(engine):
 
 async def test_a_held_engine_keeps_its_version_until_released(engine):
     held, prompt = engine.newest, engine.prompt(8, seed=82)
-
-    async def hold(body: object) -> tuple[int, dict]:
-        async with aiohttp.ClientSession() as session, session.post(engine.url + "/weights", json=body) as reply:
-            return reply.status, await reply.json()
-
-    assert await hold({"hold_s": 60}) == (200, {"policy_version": held, "hold_s": 60})
+    assert await engine.hold({"hold_s": 60}) == (200, {"policy_version": held, "hold_s": 60})
     await asyncio.to_thread(engine.publish, held + 1, wait=False)
     await asyncio.sleep(0.3)  # that nothing happens is under test
     assert (await engine.generate([prompt], 3))[0]["meta_info"]["policy_versions"] == [[held, 3]]
-    assert (await hold({"hold_s": 0}))[0] == 200
+    assert (await engine.hold({"hold_s": 0}))[0] == 200
     released = (await engine.generate([prompt], 3, min_policy_version=held + 1))[0]
     assert released["meta_info"]["policy_versions"] == [[held + 1, 3]]
     for wrong in ({}, [], {"hold_s": -1}, {"hold_s": True}, {"hold_s": "1"}, {"hold_s": 1e9}):
-        status, answer = await hold(wrong)
+        status, answer = await engine.hold(wrong)
         assert status == 400
         assert "hold_s" in answer["error"]["message"]
 
@@ -281,9 +277,7 @@ async def test_load_and_metrics_tell_what_happens(engine):
     }
     version = engine.get("/policy_version")
     assert version["run_id"] == "test" and len(version["root_hash"]) == 32
-    async with aiohttp.ClientSession() as session, session.get(engine.url + "/metrics") as response:
-        lines = (await response.text()).splitlines()
-    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+    values = await engine.metrics()
     assert values["headrace_inference_policy_version"] == engine.newest
     assert values["headrace_inference_generated_tokens_total"] >= 20
     assert values["headrace_inference_prompt_tokens_total"] >= 10
@@ -322,6 +316,21 @@ async def test_requests_to_stock_routes_share_a_batch_with_ours(engine):
             assert len(metas[2]["input_token_logprobs"]) == 8 and len(metas[2]["output_top_logprobs"]) == 40
         for prompt, reply in zip(prompts, await ours, strict=True):
             assert engine.errors(prompt, reply).max() <= 1e-4
+
+
+async def test_nothing_is_compiled_once_the_engine_is_ready(engine):
+    """What every test above has asked for came from programs that were built before readiness."""
+    assert (await engine.metrics())["headrace_inference_programs_total"] == engine.programs
+
+
+@pytest.mark.parametrize("route", ["pause_generation", "continue_generation", "release_memory_occupation"])
+async def test_routes_that_would_stop_the_engine_are_refused(engine, route):
+    async with aiohttp.ClientSession() as session:
+        for body in ({}, {"mode": "retract"}, {"mode": "in_place"}):
+            async with session.post(f"{engine.url}/{route}", json=body) as response:
+                assert response.status == 400
+                assert "refused" in (await response.json())["error"]["message"]
+    assert (await engine.generate([engine.prompt(8, seed=85)], 2))[0]["status"] == 200
 
 
 def test_an_idle_engine_sleeps(engine):
