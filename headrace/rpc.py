@@ -28,6 +28,7 @@ from headrace.security import PLAIN, Security
 
 log = logging.getLogger(__name__)
 
+HEALTH_LISTEN_HELP = "gRPC health alone, in plaintext, for probes that know no TLS (none)"
 MESSAGE_LIMIT_BYTES = 512 * 1024 * 1024
 
 _KEEPALIVE = [

@@ -119,8 +119,10 @@ class Puller:
                 log.error("weights are damaged, pulling them again: %s", error)
             except grpc.aio.AioRpcError as error:
                 outcome = "gone" if error.code() == grpc.StatusCode.NOT_FOUND else "unavailable"
+                refused = error.code() == grpc.StatusCode.UNAUTHENTICATED
+                level = logging.ERROR if refused else logging.INFO
                 log.log(
-                    logging.INFO if pause_s == _FIRST_PAUSE_S else logging.DEBUG,
+                    level if pause_s == _FIRST_PAUSE_S else logging.DEBUG,
                     "no weights from the trainer for now: %s %s",
                     error.code().name,
                     error.details(),

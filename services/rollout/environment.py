@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,10 +24,13 @@ import grpc
 import grpc.aio
 
 from headrace import config, rpc, tracing
+from headrace.security import PLAIN, Security
 from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import environment_service_pb2_grpc
 from headrace.v1.trajectory_pb2 import PURPOSE_DEMONSTRATION, Message, Task
 from services.rollout import metrics
+
+log = logging.getLogger(__name__)
 
 _ROLES_OF_A_PROMPT = frozenset({"system", "user", "assistant", "tool"})
 _ROLES_OF_AN_ANSWER = frozenset({"user", "tool"})
@@ -37,6 +41,7 @@ _REFUSALS = frozenset(
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED,
     }
 )
 
@@ -60,11 +65,13 @@ class EnvironmentFailure(Exception):
 class Environment:
     """One environment of the run, whatever number of replicas serve it."""
 
-    def __init__(self, name: str, settings: config.Environment):
+    def __init__(self, name: str, settings: config.Environment, security: Security = PLAIN):
         self.name = name
         self.max_turns = settings.max_turns
         self._settings = settings
-        self._channel = rpc.channel(settings.address, foreign=True)
+        self._security = security
+        self._told = ""
+        self._channel = rpc.channel(settings.address, foreign=True, security=security)
         self._stub: Any = environment_service_pb2_grpc.EnvironmentServiceStub(self._channel)
 
     @contextlib.asynccontextmanager
@@ -75,11 +82,24 @@ class Environment:
         try:
             yield session
             await session.close()
+        except EnvironmentRefusal as refusal:
+            self._tell(str(refusal))
+            raise
         except EnvironmentFailure as failure:
             metrics.environment_failures.labels(self.name, failure.reason).inc()
             raise
         finally:
             call.cancel()
+
+    def _tell(self, refusal: str) -> None:
+        """Logs why no episode will go well; not for each of them."""
+        if refusal != self._told:
+            log.error("environment %s: %s", self.name, refusal)
+            self._told = refusal
+
+    async def explain_failures(self) -> None:
+        """Logs why no connection comes about, until it is cancelled."""
+        await rpc.explain_failures(self._channel, self._settings.address, self._security)
 
     async def close(self) -> None:
         """Closes the connections."""
