@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace import rpc, telemetry, tracing
+from headrace import rpc, security, telemetry, tracing
 from headrace.errors import StartupError
 from headrace.v1 import environment_service_pb2_grpc
 from services.envs import catalog
@@ -35,6 +35,7 @@ class Served:
     tracing: dict[str, Any] = field(default_factory=dict)
 
 
+    security: security.Security = security.PLAIN
 async def serve(arguments: argparse.Namespace) -> None:
     """Serves until a stop signal. Raises StartupError."""
     served = _from_config(arguments) if arguments.config else _from_arguments(arguments)
@@ -45,7 +46,9 @@ async def serve(arguments: argparse.Namespace) -> None:
     servicer = EnvironmentServer(environments, capacity=served.capacity)
     stop = rpc.stop_signal()
     add = environment_service_pb2_grpc.add_EnvironmentServiceServicer_to_server
-    server = await rpc.Server.start(arguments.listen, [(SERVICE, add, servicer)])
+    server = await rpc.Server.start(
+        arguments.listen, [(SERVICE, add, servicer)], security=served.security, health_listen=arguments.health_listen
+    )
     try:
         if arguments.metrics_listen:
             telemetry.serve_metrics(arguments.metrics_listen)
@@ -106,6 +109,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--capacity", metavar="N", type=int, help="episodes at once (config's value, else 1024)")
     parser.add_argument("--listen", metavar="HOST:PORT", default="0.0.0.0:50051", help="gRPC (%(default)s)")
     parser.add_argument("--metrics-listen", metavar="HOST:PORT", help="Prometheus /metrics (none)")
+        security=security.read(config.security.tls, section.token_file),
     parser.add_argument(
         "--drain-timeout-s", metavar="S", type=float, default=20.0, help="for running episodes at the end (%(default)s)"
     )
@@ -120,3 +124,4 @@ def _parse() -> argparse.Namespace:
 if __name__ == "__main__":
     parsed = _parse()
     rpc.main(lambda: serve(parsed))
+    parser.add_argument("--health-listen", default="", metavar="HOST:PORT", help=rpc.HEALTH_LISTEN_HELP)

@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 import uvicorn
 import uvloop
 
-from headrace import address, config, model_folder, rpc, telemetry, tracing
+from headrace import address, config, model_folder, rpc, security, telemetry, tracing
 from headrace.errors import AddressInUse, StartupError
+from services.inference.guard import Guard
 from services.inference.lineage import Lineage
 from services.inference.metrics import Metrics
 from services.inference.server import Server
@@ -42,6 +43,7 @@ async def run(arguments: argparse.Namespace) -> None:
     tracing.configure(
         "engine", instance=arguments.name, run_id=settings.run.id, **settings.telemetry.traces.model_dump()
     )
+    secured = security.read(settings.security.tls, settings.security.token_file)
     model_folder.ensure(settings)
     _prepare_jax(settings)
     stop = rpc.stop_signal()
@@ -54,7 +56,7 @@ async def run(arguments: argparse.Namespace) -> None:
     metrics, hold = Metrics(), Hold()
     server = Server(metrics, hold)
     async with contextlib.AsyncExitStack() as stack:
-        port = await stack.enter_async_context(_listening(arguments.listen, server))
+        port = await stack.enter_async_context(_listening(arguments.listen, Guard(server, secured), secured.tls))
         log.info("engine %s of run %s listens on port %d", arguments.name, settings.run.id, port)
         build = asyncio.ensure_future(_build(settings, died))
         await asyncio.wait([build, asyncio.ensure_future(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -82,12 +84,13 @@ async def run(arguments: argparse.Namespace) -> None:
                 )
             log.info("version %d is in use: staged in %.3f s, swapped in %.4f s", version.policy_version, *seconds)
 
-        channel = await stack.enter_async_context(rpc.channel(settings.trainer.address))
+        channel = await stack.enter_async_context(rpc.channel(settings.trainer.address, security=secured))
         puller = Puller(
             channel, engine=arguments.name, run_id=settings.run.id, install=install, observer=metrics, hold=hold
         )
         async with asyncio.TaskGroup() as tasks:
             pulling = tasks.create_task(puller.run())
+            explaining = tasks.create_task(rpc.explain_failures(channel, settings.trainer.address, secured))
             ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait()), death, pulling]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
@@ -95,6 +98,7 @@ async def run(arguments: argparse.Namespace) -> None:
             log.info("draining")
             await server.drain(settings.inference.drain_timeout_s)
             pulling.cancel()
+            explaining.cancel()
     log.info("stopped")
 
 
@@ -146,7 +150,7 @@ def _prepare_jax(settings: config.Config) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _listening(listen: str, application: object) -> AsyncIterator[int]:
+async def _listening(listen: str, application: object, tls: security.Tls | None) -> AsyncIterator[int]:
     """An HTTP server on "host:port" (port 0: any) while the body runs; yields the port."""
     try:
         host, port = address.split(listen)
@@ -165,6 +169,8 @@ async def _listening(listen: str, application: object) -> AsyncIterator[int]:
             access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
+            ssl_certfile=tls.files[0] if tls and tls.files else None,
+            ssl_keyfile=tls.files[1] if tls and tls.files else None,
         )
     )
     async with asyncio.TaskGroup() as tasks:

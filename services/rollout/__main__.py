@@ -18,7 +18,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from headrace import config, model_folder, rpc, telemetry, tracing
+from headrace import config, model_folder, rpc, security, telemetry, tracing
 from headrace.errors import StartupError
 from headrace.stream import Streams, connect
 from headrace.v1 import rollout_service_pb2_grpc
@@ -45,6 +45,7 @@ async def run(arguments: argparse.Namespace) -> None:
         "gateway", instance=arguments.name, run_id=settings.run.id, **settings.telemetry.traces.model_dump()
     )
     _raise_file_limit()
+    secured = security.read(settings.security.tls, settings.security.token_file)
     stop = rpc.stop_signal()
     folder = model_folder.ensure(settings)
     renderer = Renderer.open(folder)
@@ -55,7 +56,9 @@ async def run(arguments: argparse.Namespace) -> None:
         streams = Streams(redis, settings.run.id, claim_timeout_s=settings.rollout.claim_timeout_s)
         telemetry.serve_metrics(arguments.metrics_listen)
         engines = await stack.enter_async_context(_engines(settings, vocabulary_size))
-        environments = {name: Environment(name, entry) for name, entry in settings.environments.items()}
+        environments = {
+            name: Environment(name, entry, _caller(secured, entry)) for name, entry in settings.environments.items()
+        }
         for environment in environments.values():
             stack.push_async_callback(environment.close)
         world = World(settings.rollout, renderer, engines, environments)
@@ -72,6 +75,8 @@ async def run(arguments: argparse.Namespace) -> None:
         server = await rpc.Server.start(
             arguments.listen,
             [rpc.Service(SERVICE_NAME, rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server, servicer)],
+            security=secured,
+            health_listen=arguments.health_listen,
         )
         stack.push_async_callback(server.stop, 1.0)
         await _open(streams, settings.redis)
@@ -79,6 +84,7 @@ async def run(arguments: argparse.Namespace) -> None:
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(metrics.watch_event_loop())
             work = tasks.create_task(scheduler.run())
+            explaining = [tasks.create_task(environment.explain_failures()) for environment in environments.values()]
             await server.set_serving(True)
             _collect_seldom()
             await stop.wait()
@@ -86,7 +92,8 @@ async def run(arguments: argparse.Namespace) -> None:
             await server.set_serving(False)
             await scheduler.drain(settings.rollout.drain_timeout_s)
             await work
-            watch.cancel()
+            for task in (watch, *explaining):
+                task.cancel()
         log.info("stopped")
 
 
@@ -101,6 +108,12 @@ def _engines(settings: config.Config, vocabulary_size: int) -> Engines:
         window=WindowLimits(rollout.engine_window_least, rollout.engine_window_first, rollout.engine_window_most),
         circuit=CircuitLimits(rollout.engine_circuit_failures, longest_s=rollout.engine_circuit_longest_s),
     )
+
+
+def _caller(secured: security.Security, environment: config.Environment) -> security.Security:
+    """How to call an environment: with its own token, not with ours."""
+    tls = secured.tls is not None if environment.tls is None else environment.tls
+    return security.caller(secured, tls=tls, token_file=environment.token_file)
 
 
 def _check(settings: config.Config, path: Path) -> None:
@@ -173,6 +186,7 @@ def main() -> None:
     parser.add_argument(
         "--metrics-listen", default="0.0.0.0:9100", metavar="HOST:PORT", help="Prometheus /metrics (%(default)s)"
     )
+    parser.add_argument("--health-listen", default="", metavar="HOST:PORT", help=rpc.HEALTH_LISTEN_HELP)
     parser.add_argument("--name", required=True, help="name of this gateway, unique within the run")
     arguments = parser.parse_args()
     rpc.main(lambda: run(arguments))

@@ -19,7 +19,7 @@ import prometheus_client
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from headrace import config as configs
-from headrace import model_folder, rpc, step_log, stream, telemetry, tracing
+from headrace import model_folder, rpc, security, step_log, stream, telemetry, tracing
 from headrace.config import Config, ConfigError
 from headrace.errors import StartupError
 from headrace.v1 import trainer_service_pb2 as pb
@@ -99,7 +99,12 @@ async def run(arguments: argparse.Namespace) -> None:
     ledger = Ledger(Journal(config.run.path / "consumed.jsonl"))
     servicer = TrainerServicer(store, status, engines)
     add = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
-    server = await rpc.Server.start(arguments.listen, [rpc.Service(SERVICE, add, servicer)])
+    server = await rpc.Server.start(
+        arguments.listen,
+        [rpc.Service(SERVICE, add, servicer)],
+        security=security.read(config.security.tls, config.security.token_file),
+        health_listen=arguments.health_listen,
+    )
     try:
         prometheus_client.REGISTRY.register(StatusCollector(status, ledger, engines))
         telemetry.serve_metrics(arguments.metrics_listen)
@@ -360,3 +365,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    parser.add_argument("--health-listen", default="", metavar="HOST:PORT", help=rpc.HEALTH_LISTEN_HELP)
