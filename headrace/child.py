@@ -17,11 +17,16 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     parent, *command = sys.argv[1:]
+    die_with_parent(int(parent))
+    os.execvp(command[0], command)
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel, on Linux, to kill this process when its parent dies; ends it if that has happened already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before we asked
+    if os.getppid() != parent:
         sys.exit(1)
-    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ What the environment raises or breaks becomes a Refused with a gRPC code and one
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -37,8 +38,10 @@ class Refused(Exception):
 class Episode:
     """The state between two requests."""
 
-    def __init__(self, environment: Environment, task: trajectory_pb2.Task):
+    def __init__(self, environment: Environment, task: trajectory_pb2.Task, *, timeout_s: float | None = None):
+        """`timeout_s` is what a reset or a step may take, in seconds; None: the environment's `step_timeout_s`."""
         self.ended = False
+        self._timeout_s = environment.step_timeout_s if timeout_s is None else timeout_s
         self._environment = environment
         self._task = task
         self._rewarded = False
@@ -96,11 +99,21 @@ class Episode:
 
     async def _guarded(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await call()
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                return await call()
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise self._raised(name, error) from error
+            log.error("%s took too long in %s of task %s", self._name, name, self._task.task_id)
+            message = f"{name} took longer than {self._timeout_s:g} s"
+            raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, message, cause="deadline") from error
         except (Exception, SystemExit) as error:  # the author's code may raise anything, and only the episode pays
-            log.exception("%s raised in %s of task %s", self._name, name, self._task.task_id)
-            line = " ".join(f"{name} raised {type(error).__name__}: {error}".split())
-            raise Refused(grpc.StatusCode.INTERNAL, line[:MAX_LINE_CHARACTERS], cause="raised") from error
+            raise self._raised(name, error) from error
+
+    def _raised(self, name: str, error: BaseException) -> Refused:
+        log.exception("%s raised in %s of task %s", self._name, name, self._task.task_id)
+        line = " ".join(f"{name} raised {type(error).__name__}: {error}".split())
+        return Refused(grpc.StatusCode.INTERNAL, line[:MAX_LINE_CHARACTERS], cause="raised")
 
     @property
     def _name(self) -> str:

@@ -12,3 +12,15 @@ step_seconds = Histogram(
 failures = Counter(
     "headrace_envs_failures", "episodes that ended otherwise than by their task", ["environment", "cause"]
 )
+blocking_waiting = Gauge(
+    "headrace_envs_blocking_waiting", "blocking calls that wait for a worker process", ["environment"]
+)
+blocking_running = Gauge("headrace_envs_blocking_running", "blocking calls that a worker process runs", ["environment"])
+blocking_wait_seconds = Histogram(
+    "headrace_envs_blocking_wait_seconds", "time that a blocking call waited", ["environment"], buckets=_SECONDS
+)
+blocking_killed = Counter(
+    "headrace_envs_blocking_killed", "worker processes that were killed or died in a call", ["environment"]
+)
+pool_ready = Gauge("headrace_envs_pool_ready", "resources of a warm pool that are ready", ["pool"])
+pool_dead = Counter("headrace_envs_pool_dead", "resources that were found dead and not handed out", ["pool"])

@@ -3,6 +3,9 @@
 Each stream waits for its client's next request or for its environment, nothing else. The environment is closed exactly
 once, when the episode ends or when the stream does: half-closed, cancelled, disconnected, failed or shut down. A slot
 of the capacity is free again when the environment has closed.
+
+It is a context: at its start each environment sets up what its episodes share, and its end closes that and the worker
+processes of their blocking calls. Outside it no episode is accepted.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, NoReturn
 
 import grpc
@@ -21,6 +25,7 @@ from headrace import tracing
 from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import environment_service_pb2_grpc, trajectory_pb2
 from services.envs import metrics
+from services.envs.blocking import Workers
 from services.envs.environment import Environment
 from services.envs.episode import MAX_LINE_CHARACTERS, Episode, Refused
 
@@ -39,23 +44,54 @@ class EnvironmentServer(environment_service_pb2_grpc.EnvironmentServiceServicer)
     """Answers the EnvironmentService."""
 
     def __init__(
-        self, environments: Mapping[str, Callable[[], Environment]], *, capacity: int, close_timeout_s: float = 30.0
+        self,
+        environments: Mapping[str, Callable[[], Environment]],
+        *,
+        capacity: int,
+        step_timeout_s: float | None = None,
+        close_timeout_s: float = 30.0,
     ):
         """Offers `environments`, by the names that tasks carry; each call makes an object for one episode.
 
         Args:
             capacity: episodes at once, of all environments together.
+            step_timeout_s: what a reset or a step may take, in place of the environment's own `step_timeout_s`.
             close_timeout_s: what an environment's close may take; one that takes longer is logged and given up.
 
         Raises what making an object raises: one of each is made here to read its splits and metrics.
         """
         self._makers = dict(environments)
-        self._infos = {name: _info(name, make()) for name, make in sorted(environments.items())}
+        self._first = {name: make() for name, make in sorted(environments.items())}
+        self._infos = {name: _info(name, environment) for name, environment in self._first.items()}
         self._splits = {name: {split.name for split in info.splits} for name, info in self._infos.items()}
+        self._workers = {
+            name: Workers(environment.blocking_workers, name=name) for name, environment in self._first.items()
+        }
+        self._shared: dict[str, Any] = {}
+        self._is_set_up = False
+        self._contexts = contextlib.AsyncExitStack()
         self._capacity = capacity
+        self._step_timeout_s = step_timeout_s
         self._close_timeout_s = close_timeout_s
         self._active = 0
         self._closing: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> EnvironmentServer:
+        """Raises what an environment's setup raises."""
+        async with contextlib.AsyncExitStack() as stack:
+            for name, environment in self._first.items():
+                environment.executor = await stack.enter_async_context(self._workers[name])
+                self._shared[name] = await stack.enter_async_context(environment.setup())
+            self._contexts = stack.pop_all()
+        self._is_set_up = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_set_up = False
+        await self.closed()
+        await self._contexts.aclose()
 
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext
@@ -96,7 +132,7 @@ class EnvironmentServer(environment_service_pb2_grpc.EnvironmentServiceServicer)
         write: Callable[[pb.InteractResponse], Awaitable[None]],
     ) -> None:
         with self._environment(task.environment) as environment:
-            episode = Episode(environment, task)
+            episode = Episode(environment, task, timeout_s=self._step_timeout_s)
             await write(await episode.reset())
             while not episode.ended:
                 request = await anext(requests, None)
@@ -111,6 +147,8 @@ class EnvironmentServer(environment_service_pb2_grpc.EnvironmentServiceServicer)
         if opening.WhichOneof("request") != "reset":
             _refuse(grpc.StatusCode.FAILED_PRECONDITION, "the first request of a stream must reset", "order")
         task = opening.reset
+        if not self._is_set_up:
+            _refuse(grpc.StatusCode.UNAVAILABLE, "the environment is still being set up", "set_up")
         if task.environment not in self._makers:
             known = ", ".join(self._infos)
             _refuse(grpc.StatusCode.NOT_FOUND, f"no environment {task.environment!r} here, but {known}", "not_found")
@@ -142,7 +180,9 @@ class EnvironmentServer(environment_service_pb2_grpc.EnvironmentServiceServicer)
 
     def _make(self, name: str) -> Environment:
         try:
-            return self._makers[name]()
+            environment = self._makers[name]()
+            environment.executor, environment.shared = self._workers[name], self._shared[name]
+            return environment
         except Exception as error:
             log.exception("%s cannot be made", name)
             line = " ".join(f"{name} cannot be made: {type(error).__name__}: {error}".split())

@@ -69,18 +69,17 @@ class Conversation:
 
 @contextlib.asynccontextmanager
 async def serving(
-    environments: dict[str, Callable[[], Environment]], *, capacity: int = 2048, close_timeout_s: float = 30
+    environments: dict[str, Callable[[], Environment]], *, capacity: int = 2048, **settings: float
 ) -> AsyncIterator[tuple[pb_grpc.EnvironmentServiceStub, EnvironmentServer]]:
     """A server in this process and a stub that reaches it over TCP."""
-    servicer = EnvironmentServer(environments, capacity=capacity, close_timeout_s=close_timeout_s)
-    add = pb_grpc.add_EnvironmentServiceServicer_to_server
-    server = await rpc.Server.start("127.0.0.1:0", [(SERVICE, add, servicer)])
-    try:
-        async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
-            yield pb_grpc.EnvironmentServiceStub(channel), servicer
-    finally:
-        await server.stop(0)
-        await servicer.closed()
+    async with EnvironmentServer(environments, capacity=capacity, **settings) as servicer:
+        add = pb_grpc.add_EnvironmentServiceServicer_to_server
+        server = await rpc.Server.start("127.0.0.1:0", [(SERVICE, add, servicer)])
+        try:
+            async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
+                yield pb_grpc.EnvironmentServiceStub(channel), servicer
+        finally:
+            await server.stop(0)
 
 
 async def play(stub: pb_grpc.EnvironmentServiceStub, request: pb.InteractRequest, policy) -> list[pb.InteractResponse]:

@@ -83,9 +83,7 @@ async def test_sigterm_ends_what_does_not(served):
 
 async def test_any_class_is_served_without_a_config(tmp_path):
     port = processes.free_port()
-    arguments = command(
-        *("--class", "tests.envs.faulty:Kills", "--options", '{"when": "step"}', "--listen", f"127.0.0.1:{port}")
-    )
+    arguments = command(*("tests.envs.faulty:Kills", "--options", '{"when": "step"}', "--listen", f"127.0.0.1:{port}"))
     ready = lambda: processes.serving(f"127.0.0.1:{port}")  # noqa: E731
     with processes.running(arguments, tmp_path / "log", ready=ready) as process:
         async with rpc.channel(f"127.0.0.1:{port}") as channel:
@@ -93,6 +91,37 @@ async def test_any_class_is_served_without_a_config(tmp_path):
             code, _ = await conversation.refusal(reset("Kills"), say())
         assert code == grpc.StatusCode.UNAVAILABLE
         assert process.wait(10) == -signal.SIGKILL
+
+
+async def test_a_setup_is_shared_and_closed_by_the_drain(tmp_path):
+    port, record = processes.free_port(), tmp_path / "record"
+    arguments = command(
+        *("tests.envs.shared:Shared", "--set", f"record={record}", "--set", "words=2", "--listen", f"127.0.0.1:{port}")
+    )
+    ready = lambda: processes.serving(f"127.0.0.1:{port}")  # noqa: E731
+    with processes.running(arguments, tmp_path / "log", ready=ready) as process:
+        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+            stub = pb_grpc.EnvironmentServiceStub(channel)
+            prompts = [(await Conversation(stub).send(reset("Shared"))).messages[0].content for _ in range(2)]
+        assert prompts == ["set up once of 2", "set up once of 2"] and record.read_text() == "open\n"
+        process.terminate()
+        assert process.wait(60) == 0
+    assert record.read_text() == "open\nclosed\n"
+
+
+async def test_a_stop_cuts_a_slow_setup_short(tmp_path):
+    port, record = processes.free_port(), tmp_path / "record"
+    arguments = command(
+        *("tests.envs.shared:Shared", "--set", f"record={record}", "--set", "setup_s=600"),
+        *("--listen", f"127.0.0.1:{port}"),
+    )
+    with processes.running(arguments, tmp_path / "log", ready=record.exists) as process:
+        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+            code, _ = await Conversation(pb_grpc.EnvironmentServiceStub(channel)).refusal(reset("Shared"))
+        assert code == grpc.StatusCode.UNAVAILABLE and not processes.serving(f"127.0.0.1:{port}")
+        process.terminate()
+        assert process.wait(60) == 0
+    assert record.read_text() == "open\nclosed\n"
 
 
 def test_a_server_of_a_class_imports_nothing_heavy():
@@ -114,26 +143,36 @@ def test_a_server_of_a_class_imports_nothing_heavy():
     [
         (["--config", "absent.yaml", "--environment", "x"], "absent.yaml: cannot be read"),
         (["--config", "configs/guess_number.yaml", "--environment", "chess"], "--environment names ['guess_number']"),
-        (["--class", "chess"], "no environment 'chess': name one of calculator, guess_number"),
-        (["--class", "chess:Chess"], "environment chess:Chess cannot be imported: No module named 'chess'"),
-        (["--class", "json:dumps"], "json:dumps is no subclass of services.envs.environment.Environment"),
+        (["chess"], "no environment 'chess': name one of calculator, guess_number"),
+        (["no_chess:Chess"], "environment no_chess:Chess cannot be imported: No module named 'no_chess'"),
+        (["json:dumps"], "json:dumps is no subclass of services.envs.environment.Environment"),
         (
-            ["--class", "guess_number", "--metrics-listen", "127.0.0.1:99999"],
+            ["guess_number", "--metrics-listen", "127.0.0.1:99999"],
             "--metrics-listen '127.0.0.1:99999' is no",
         ),
-        (["--class", "guess_number", "--options", "{"], "--options is not JSON"),
-        (["--class", "guess_number", "--options", "[]"], "--options must be a JSON object"),
-        (["--class", "guess_number", "--options", '{"turns": 0}'], "refuses its options {'turns': 0}: numbers must be"),
-        (["--class", "guess_number", "--options", '{"size": 3}'], "unexpected keyword argument 'size'"),
+        (["guess_number", "--options", "{"], "--options is not JSON"),
+        (["guess_number", "--options", "[]"], "--options must be a JSON object"),
+        (["guess_number", "--options", '{"turns": 0}'], "refuses its options {'turns': 0}: numbers must be"),
+        (["guess_number", "--options", '{"size": 3}'], "unexpected keyword argument 'size'"),
+        (["guess_number", "--set", "turns=0"], "refuses its options {'turns': 0}: numbers must be"),
+        (["guess_number", "--set", "turns"], "--set turns: write KEY=VALUE"),
     ],
 )
 def test_a_wrong_start_says_so_in_one_line(arguments, says):
     assert says in complaint(*arguments, "--listen", "127.0.0.1:0")
 
 
+def test_a_setup_that_raises_says_where_and_why():
+    arguments = command("tests.envs.shared:Unable", "--listen", "127.0.0.1:0")
+    done = subprocess.run(arguments, cwd=processes.ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "in setup\n" in done.stderr
+    says = "error: the environment's setup raised OSError: the port of the simulator is taken"
+    assert done.stderr.splitlines()[-1] == says
+
+
 def test_a_taken_port_is_said(served):
     _, address, metrics_port = served
-    assert f"--listen {address} cannot be bound" in complaint("--class", "guess_number", "--listen", address)
+    assert f"--listen {address} cannot be bound" in complaint("guess_number", "--listen", address)
     metrics_address = f"127.0.0.1:{metrics_port}"
-    arguments = ("--class", "guess_number", "--listen", "127.0.0.1:0", "--metrics-listen", metrics_address)
+    arguments = ("guess_number", "--listen", "127.0.0.1:0", "--metrics-listen", metrics_address)
     assert f"--metrics-listen {metrics_address} cannot be bound" in complaint(*arguments)

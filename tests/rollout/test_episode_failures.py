@@ -192,9 +192,9 @@ async def test_a_faulty_environment_in_a_real_server_is_an_error_and_no_reward(t
     engine = await ScriptedEngine.start(Script(tokens="random"))
     address = f"127.0.0.1:{server.port}"
     limits = {"environments__guess_number__step_timeout_s": 0.3, "rollout__episode_attempts": 2}
-    async with rig.world(tmp_path, engines=[engine.url], environment=address, **limits) as world:
+    async with servicer, rig.world(tmp_path, engines=[engine.url], environment=address, **limits) as world:
         trajectory = await Episodes(engine, None, world).run()
-    await server.stop(0)
+        await server.stop(0)
     await engine.stop()
     assert outcome(trajectory) == "ENVIRONMENT_ERROR" and trajectory.attempts == 2
     assert word in trajectory.status_detail and "\n" not in trajectory.status_detail
