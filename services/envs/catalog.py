@@ -15,11 +15,12 @@ CATALOG = {
     "calculator": "services.envs.calculator:Calculator",
     "guess_number": "services.envs.guess_number:GuessNumber",
     "gymnasium": "services.envs.toy_text:ToyText",
+    "reasoning_gym": "services.envs.reasoning:Reasoning",
     "short_answer": "services.envs.short_answer:ShortAnswer",
     "textarena": "services.envs.text_games:TextGame",
 }
 # These need more than the records: the extra of that name brings it.
-EXTRAS = frozenset({"gymnasium", "textarena"})
+EXTRAS = frozenset({"gymnasium", "reasoning_gym", "textarena"})
 
 
 def find(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
@@ -44,7 +45,7 @@ def find_class(name: str) -> type[Environment]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        remedy = f"; install headrace[{name}]" if name in EXTRAS else ""
+        remedy = f"; install headrace[{name.replace('_', '-')}]" if name in EXTRAS else ""
         raise StartupError(f"environment {name} cannot be imported: {error}{remedy}") from error
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise StartupError(f"{address} is no subclass of services.envs.environment.Environment")
