@@ -28,7 +28,7 @@ _ALL = 0xFFFF_FFFF
 # Gaps cost 4 bytes of planes for each changed word; from here on the XOR of all words was smaller, on float32 steps.
 _DENSE_FRACTION = 0.5
 _LEVEL = 1  # level 3 saved nothing and level -1 was no faster
-_WORDS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_WORDS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 def encode(new: np.ndarray, base: np.ndarray, *, word_bytes: int) -> bytes | None:
@@ -80,13 +80,11 @@ def _encode_block(new: np.ndarray, old: np.ndarray, compressor: zstandard.ZstdCo
     else:
         gaps = np.diff(changed, prepend=-1).astype("<u4")
         count, content = changed.size, np.concatenate([_planes(gaps), _planes(changes[changed])])
-    frame = compressor.compress(content)
+    frame = compressor.compress(content.data)
     return _HEADER.pack(count, len(frame)) + frame
 
 
-def _decode_block(
-    words: np.ndarray, count: int, frame: memoryview, decompressor: zstandard.ZstdDecompressor
-) -> None:
+def _decode_block(words: np.ndarray, count: int, frame: memoryview, decompressor: zstandard.ZstdDecompressor) -> None:
     """Changes the words in place."""
     width = words.itemsize
     size = words.nbytes if count == _ALL else count * (4 + width)

@@ -1,13 +1,15 @@
 """The weight puller: keeps the engine on the trainer's newest version.
 
-One loop, for ever: watch until the trainer announces a version newer than the one held; get it; check every tensor and
-the whole against the announced hashes; hand it to `install`, which stages it and returns once it is swapped in. Then
-watch again, so that the trainer hears which version this engine holds.
+One loop, for ever: watch until the trainer announces a version newer than the one held; get it, from the peers that the
+trainer names or from itself, as the difference to the one held or whole; check every tensor and the whole against the
+announced hashes; hand it to `install`, which stages it and returns once it is swapped in. Then watch again, so that the
+trainer hears which version this engine holds.
 
 Blocks on the trainer. The trainer may be absent, start later, restart or vanish in the middle: the puller tries again
-with growing pauses, and the engine serves what it holds meanwhile. A damaged transfer is pulled again as a whole; a
-version that the trainer no longer keeps is passed over for the next; a version that is not newer, or another run's, is
-refused.
+with growing pauses, and the engine serves what it holds meanwhile. A peer that fails, dawdles or sends something wrong
+is left for the next sender, and the trainer is the last. A difference that does not lead to the announced hashes is
+replaced by the whole version. A version that the trainer no longer keeps is passed over for the next; a version that is
+not newer, or another run's, is refused.
 
 A Hold keeps the engine on its version for a while, for evaluation or a look at one policy. It ends by itself, so that
 no engine stays behind because whoever held it has died.
@@ -28,19 +30,25 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from headrace import weights
+from headrace import address, rpc
+from headrace.security import PLAIN, Security
 from headrace.v1 import trainer_service_pb2 as pb
-from headrace.v1 import trainer_service_pb2_grpc
+from services.inference.shelf import HeldWeights, Shelf
+from services.inference.transfer import BulkUnreachable, CorruptWeights, Sender, Transfer
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
-_SILENCE_S = 60.0  # a transfer that brings nothing for so long has failed
+_SILENCE_S = 60.0  # a trainer from which nothing comes for so long has failed
+_PEER_SILENCE_S = 20.0
 
-
-class CorruptWeights(Exception):
-    """What came is not what the manifest or the announcement says; the message names the tensor."""
+_GONE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED)
+_CAUSES = {
+    grpc.StatusCode.NOT_FOUND: "gone",
+    grpc.StatusCode.ABORTED: "gone",
+    grpc.StatusCode.FAILED_PRECONDITION: "wrong_run",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +88,24 @@ class Hold:
 
 
 class PullObserver(Protocol):
-    """What wants to know how pulls end."""
+    """What wants to know how pulls go."""
 
     def pulled(self, outcome: str, seconds: float) -> None:
         """A pull ended after so many seconds: "ok", "corrupt", "gone", "unavailable" or "wrong_run"."""
 
+    def received(self, sender: str, kind: str, size_bytes: int) -> None:
+        """So much came from "trainer" or "peer", of a "full" version or of a "delta"."""
+
+    def fell_back(self, cause: str) -> None:
+        """Something failed, and the next thing is tried: see Puller."""
+
 
 class Puller:
-    """Pulls versions of one run from one trainer."""
+    """Pulls versions of one run from one trainer and its peers.
+
+    Causes of a fall-back: a peer that is "dead", "slow", "corrupt", of the "wrong_run", or whose version is "gone"; a
+    "delta" that was wrong; "bulk", a port that cannot be reached.
+    """
 
     def __init__(
         self,
@@ -98,14 +116,31 @@ class Puller:
         install: Callable[[Version], Awaitable[None]],
         observer: PullObserver,
         hold: Hold,
+        shelf: Shelf | None = None,
+        keeps: bool = True,
+        trainer_host: str = "",
+        serving_address: str = "",
+        security: Security = PLAIN,
     ):
-        self._trainer = trainer_service_pb2_grpc.TrainerServiceStub(channel)
+        """
+        Args:
+            shelf: what peers are served from.
+            keeps: whether the weights stay on the host, for differences and peers; else every version comes whole.
+            trainer_host: where the trainer's bulk port is; "" for all bytes over the channel.
+            serving_address: where peers reach the shelf, as in WatchWeightsRequest; "" for nowhere.
+            security: what to ask of peers and to show them. Under TLS all bytes come over gRPC.
+        """
+        self._trainer = Sender(channel, kind="trainer", host="" if security.tls else trainer_host, silence_s=_SILENCE_S)
         self._engine = engine
         self._run_id = run_id
         self._install = install
         self._observer = observer
         self._hold = hold
+        self._shelf = shelf or Shelf()
+        self._keeps = keeps
+        self._serving_address, self._security = serving_address, security
         self._held: int | None = None
+        self._transfer: Transfer | None = None
 
     async def run(self) -> None:
         """Pulls for ever. Raises what `install` raises: weights that do not fit the model will not fit later either."""
@@ -116,9 +151,10 @@ class Puller:
                 version = await self._next_version()
             except CorruptWeights as error:
                 outcome = "corrupt"
+                self._transfer = None
                 log.error("weights are damaged, pulling them again: %s", error)
             except grpc.aio.AioRpcError as error:
-                outcome = "gone" if error.code() == grpc.StatusCode.NOT_FOUND else "unavailable"
+                outcome = "gone" if error.code() in _GONE else "unavailable"
                 refused = error.code() == grpc.StatusCode.UNAUTHENTICATED
                 level = logging.ERROR if refused else logging.INFO
                 log.log(
@@ -127,7 +163,7 @@ class Puller:
                     error.code().name,
                     error.details(),
                 )
-            except (TimeoutError, ConnectionError) as error:
+            except OSError as error:  # TimeoutError is one
                 outcome = "unavailable"
                 log.warning("watching the trainer again: %s", error or f"it sent nothing for {_SILENCE_S:.0f} s")
             else:
@@ -146,10 +182,10 @@ class Puller:
 
     async def _next_version(self) -> Version | None:
         """The next version that is newer than the one held; None when the trainer runs another run."""
-        request = pb.WatchWeightsRequest(engine=self._engine)
+        request = pb.WatchWeightsRequest(engine=self._engine, serving_address=self._serving_address)
         if self._held is not None:
             request.held_policy_version = self._held
-        watch = self._trainer.WatchWeights(request, wait_for_ready=True)
+        watch = self._trainer.stub.WatchWeights(request, wait_for_ready=True)
         try:
             async for news in watch:
                 if news.run_id != self._run_id:
@@ -175,62 +211,54 @@ class Puller:
         raise ConnectionError("it ended the watch")
 
     async def _get(self, news: pb.WatchWeightsResponse) -> Version:
-        call = self._trainer.GetWeights(pb.GetWeightsRequest(run_id=news.run_id, policy_version=news.policy_version))
+        """The announced version, from whoever has it."""
+        if not (self._transfer and self._transfer.is_of(news)):
+            self._transfer = Transfer(news, self._shelf, self._shelf.held, self._observer.received)
+        transfer = self._transfer
+        weights = None
+        for peer in news.peers:
+            weights = await self._get_from_peer(transfer, peer)
+            if weights:
+                break
+        while not weights:
+            try:
+                weights = await transfer.receive(self._trainer)
+            except BulkUnreachable as error:
+                self._observer.fell_back("bulk")
+                log.warning("the trainer's bulk port cannot be reached, its bytes come over gRPC: %s", error)
+            except CorruptWeights as error:
+                if not transfer.base:
+                    raise
+                self._observer.fell_back("delta")
+                log.error(
+                    "the difference to version %d is damaged, pulling all: %s", transfer.base.policy_version, error
+                )
+                transfer.base = None
+        self._transfer = None
+        if self._keeps:
+            self._shelf.hold(weights)
+        else:
+            self._shelf.drop(news.policy_version)
+        return Version(news.run_id, news.policy_version, weights.manifest.root_hash, weights.tensors)
+
+    async def _get_from_peer(self, transfer: Transfer, peer: pb.WeightPeer) -> HeldWeights | None:
+        """What is missing, from this peer; None when it fails, whatever it is that fails."""
         try:
-            first = await _read(call)
-            if first is None or first.WhichOneof("part") != "manifest":
-                raise CorruptWeights("the first message is no manifest")
-            manifest = first.manifest
-            _check_manifest(manifest, news)
-            tensors = {}
-            for index, info in enumerate(manifest.tensors):
-                tensors[info.name] = await _receive(call, index, info)
-            if await _read(call) is not None:
-                raise CorruptWeights("more data came than the manifest lists")
-        finally:
-            call.cancel()
-        return Version(news.run_id, news.policy_version, manifest.root_hash, tensors)
-
-
-def _check_manifest(manifest: pb.WeightManifest, news: pb.WatchWeightsResponse) -> None:
-    if manifest.policy_version != news.policy_version:
-        raise CorruptWeights(f"version {news.policy_version} was asked for, {manifest.policy_version} came")
-    if manifest.HasField("base_policy_version"):
-        raise CorruptWeights("a difference came, but a full snapshot was asked for")
-    if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
-        raise CorruptWeights("the manifest names a tensor twice")
-    if weights.root_hash(manifest.tensors) != manifest.root_hash or manifest.root_hash != news.root_hash:
-        raise CorruptWeights("the manifest's root hash is not that of its tensors, or not the announced one")
-
-
-async def _receive(call: grpc.aio.UnaryStreamCall, index: int, info: pb.TensorInfo) -> np.ndarray:
-    """One tensor, put together from its chunks and checked."""
-    try:
-        data = np.empty(weights.size_bytes(info), np.uint8)
-        dtype = weights.tensor_dtype(info.type)
-    except ValueError as error:
-        raise CorruptWeights(str(error)) from error
-    filled = 0
-    while filled < data.size:
-        response = await _read(call)
-        if response is None:
-            raise CorruptWeights(f"{info.name}: the transfer ended after {filled} of {data.size} bytes")
-        chunk = response.chunk
-        end = filled + len(chunk.data)
-        if response.WhichOneof("part") != "chunk" or chunk.tensor_index != index or chunk.offset != filled:
-            raise CorruptWeights(f"{info.name}: expected its byte {filled}, something else came")
-        if not chunk.data or end > data.size:
-            raise CorruptWeights(f"{info.name}: a chunk is empty or passes its end")
-        data[filled:end] = np.frombuffer(chunk.data, np.uint8)
-        filled = end
-    # Hashing releases the interpreter, so that serving goes on meanwhile.
-    if await asyncio.to_thread(weights.tensor_hash, data.data) != info.hash:
-        raise CorruptWeights(f"{info.name}: its bytes do not have the hash that the manifest gives")
-    return data.view(dtype).reshape(tuple(info.shape))
-
-
-async def _read(call: grpc.aio.UnaryStreamCall) -> pb.GetWeightsResponse | None:
-    """The next message, None at the end."""
-    async with asyncio.timeout(_SILENCE_S):
-        response = await call.read()
-    return None if response is grpc.aio.EOF else response
+            host, _ = address.split(peer.address)
+        except ValueError:
+            return None
+        async with rpc.channel(peer.address, security=self._security) as channel:
+            sender = Sender(channel, kind="peer", host="" if self._security.tls else host, silence_s=_PEER_SILENCE_S)
+            try:
+                return await transfer.receive(sender)
+            except CorruptWeights as error:
+                cause = "corrupt"
+                log.error("peer %s sends damaged weights: %s", peer.address, error)
+            except grpc.aio.AioRpcError as error:
+                cause = _CAUSES.get(error.code(), "dead")
+                log.info("peer %s failed: %s %s", peer.address, error.code().name, error.details())
+            except (BulkUnreachable, OSError) as error:
+                cause = "slow" if isinstance(error, TimeoutError) else "dead"
+                log.info("peer %s failed: %s", peer.address, error or "it sent nothing for a while")
+        self._observer.fell_back(cause)
+        return None

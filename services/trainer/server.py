@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
+from headrace import address
+from headrace.bulk import BulkServer
 from headrace.v1 import trainer_service_pb2 as pb
-from headrace.v1 import trainer_service_pb2_grpc
+from headrace.weight_service import CHUNK_BYTES, SERVICE, WeightServicer
+from services.trainer.fanout import Fanout, Watcher
 from services.trainer.status import Status
 from services.trainer.weights import WeightStore
 
+__all__ = ["SERVICE", "Engines", "TrainerServicer"]
+
 log = logging.getLogger(__name__)
 
-SERVICE = pb.DESCRIPTOR.services_by_name["TrainerService"].full_name
 _ABSENCE_S = 60.0  # an engine that installs a version does not watch meanwhile
 
 
@@ -28,17 +34,23 @@ class Engines:
         self._held: dict[str, int] = {}
         self._watching: dict[str, int] = {}
         self._left: dict[str, float] = {}
+        self._addresses: dict[str, str] = {}
+        self.sent_bytes: Counter[str] = Counter()
         self._news = asyncio.Event()
 
-    def enter(self, engine: str, held: int) -> None:
-        """An engine begins to watch."""
+    def enter(self, engine: str, held: int, serving_address: str = "") -> None:
+        """An engine begins to watch. It serves weights at the address, or nowhere."""
         now = time.monotonic()
         for gone in [name for name in self._held if not self._is_here(name, now)]:
-            del self._held[gone], self._watching[gone], self._left[gone]
-        self._held[engine] = held
+            del self._held[gone], self._watching[gone], self._left[gone], self._addresses[gone]
+        self._held[engine], self._addresses[engine] = held, serving_address
         self._watching[engine] = self._watching.get(engine, 0) + 1
         self._news.set()
         self._news = asyncio.Event()
+
+    def sent(self, kind: str, size_bytes: int) -> None:
+        """So many bytes of weights, "full" or "delta", have gone to engines."""
+        self.sent_bytes[kind] += size_bytes
 
     def leave(self, engine: str) -> None:
         """One of its watches ended."""
@@ -51,6 +63,15 @@ class Engines:
         now = time.monotonic()
         return {engine: held for engine, held in self._held.copy().items() if self._is_here(engine, now)}
 
+    @property
+    def watchers(self) -> dict[str, Watcher]:
+        """Those that watch at this moment."""
+        return {
+            engine: Watcher(held, self._addresses[engine])
+            for engine, held in self._held.items()
+            if self._watching[engine]
+        }
+
     async def all_hold(self, version: int) -> None:
         """Returns when every engine holds this version or a newer one."""
         while any(held < version for held in self.versions.values()):
@@ -60,47 +81,43 @@ class Engines:
         return self._watching.get(engine, 0) > 0 or now_s - self._left.get(engine, -_ABSENCE_S) < _ABSENCE_S
 
 
-class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
+class TrainerServicer(WeightServicer):
     """Answers engines, launchers and people."""
 
-    def __init__(self, store: WeightStore, status: Status, engines: Engines):
+    def __init__(
+        self,
+        store: WeightStore,
+        status: Status,
+        engines: Engines,
+        *,
+        bulk: BulkServer | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ):
+        """For the last two see WeightServicer."""
+        super().__init__(store, run_id=status.run_id, bulk=bulk, count=engines.sent, chunk_bytes=chunk_bytes)
         self._store, self._status, self._engines = store, status, engines
+        self._fanout = Fanout()
 
     async def WatchWeights(
         self, request: pb.WatchWeightsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchWeightsResponse]:
         """Announces versions until the caller leaves or the run ends."""
-        log.debug("engine %s watches and holds version %d", request.engine, request.held_policy_version)
-        self._engines.enter(request.engine, request.held_policy_version)
+        engine, held = request.engine, request.held_policy_version
+        log.debug("engine %s watches and holds version %d", engine, held)
+        self._engines.enter(engine, held, _reachable(request.serving_address, context.peer()))
         try:
             async for snapshot in self._store.watch():
+                version = snapshot.policy_version
+                base = held if self._store.has_delta(version, held) else None
                 yield pb.WatchWeightsResponse(
                     run_id=self._status.run_id,
-                    policy_version=snapshot.policy_version,
+                    policy_version=version,
                     root_hash=snapshot.manifest.root_hash,
                     size_bytes=snapshot.size_bytes,
+                    peers=self._fanout.peers(engine, version, base, self._engines.watchers) if held < version else [],
                 )
         finally:
-            self._engines.leave(request.engine)
-
-    async def GetWeights(
-        self, request: pb.GetWeightsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.GetWeightsResponse]:
-        """Sends a full snapshot. A base version is no promise of the caller's that the trainer must use."""
-        if request.run_id != self._status.run_id:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"this trainer works on run {self._status.run_id!r}, not on {request.run_id!r}",
-            )
-        snapshot = self._store.get(request.policy_version)
-        if snapshot is None:
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND, f"version {request.policy_version} is not kept; watch for a newer one"
-            )
-            return
-        yield pb.GetWeightsResponse(manifest=snapshot.manifest)
-        for chunk in snapshot.chunks():
-            yield pb.GetWeightsResponse(chunk=chunk)
+            self._engines.leave(engine)
 
     async def GetTrainerStatus(
         self, request: pb.GetTrainerStatusRequest, context: grpc.aio.ServicerContext
@@ -122,3 +139,18 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
             staleness_max=status.staleness_max,
             engine_versions=self._engines.versions,
         )
+
+
+def _reachable(serving_address: str, peer: str) -> str:
+    """The address with the caller's host where it leaves that out; "" for what is none.
+
+    Args:
+        peer: as gRPC describes a caller: "ipv4:10.0.0.7:41524" or "ipv6:%5B::1%5D:41524".
+    """
+    try:
+        host, port = address.split(serving_address)
+        caller, _ = address.split(unquote(peer.partition(":")[2]))
+    except ValueError:
+        return ""
+    host = host or caller
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,89 +1,112 @@
 """Published weights: immutable host copies by version, watched and pulled by any number of engines.
 
-A snapshot never changes once it is published and lives as long as somebody reads it, so a slow reader gets the version
-that it asked for, whole, or NOT_FOUND; never a mixture.
+A snapshot never changes once it is published, so a slow reader gets the version that it asked for, whole, or none;
+never a mixture. Publishing waits for nobody. What is in memory is bounded:
+
+    max(kept_versions, delta_bases + 1)   snapshots that new readers can get
+    + 2                                   older ones that somebody still reads; past that the oldest's readers are cut
+    + delta_bases                         differences to the newest, none larger than a snapshot, made when asked for
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
-import numpy as np
+from headrace.shipment import Shipment
+from headrace.weight_service import LEASE_S, Lease
+from services.trainer.difference import difference
+from services.trainer.snapshot import Snapshot, take_snapshot
 
-from headrace import weights
-from headrace.v1 import trainer_service_pb2 as pb
+__all__ = ["Snapshot", "WeightStore", "take_snapshot"]
 
-_CHUNK_BYTES = 2 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One version: its manifest and the bytes of each tensor, in the manifest's order."""
-
-    manifest: pb.WeightManifest
-    data: tuple[memoryview, ...]
-
-    @property
-    def policy_version(self) -> int:
-        """Its number."""
-        return self.manifest.policy_version
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(len(data) for data in self.data)
-
-    def chunks(self) -> Iterator[pb.WeightChunk]:
-        """All bytes in order, in pieces of about 2 MiB."""
-        for index, data in enumerate(self.data):
-            for offset in range(0, len(data), _CHUNK_BYTES):
-                piece = bytes(data[offset : offset + _CHUNK_BYTES])
-                yield pb.WeightChunk(tensor_index=index, offset=offset, data=piece)
+_MOST_RETIRED = 2
 
 
-def take_snapshot(policy_version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> Snapshot:
-    """Hashes host arrays that nobody else will write to. Takes long for a large model: not for the event loop."""
-    infos, data = [], []
-    for name, array in tensors:
-        contiguous = np.ascontiguousarray(array)
-        infos.append(weights.tensor_info(name, contiguous))
-        data.append(weights.tensor_bytes(contiguous).toreadonly())
-    manifest = pb.WeightManifest(policy_version=policy_version, tensors=infos, root_hash=weights.root_hash(infos))
-    return Snapshot(manifest, tuple(data))
+@dataclass(eq=False)
+class _Kept:
+    """A snapshot, who reads it, and what has been made of it."""
+
+    snapshot: Snapshot
+    shipment: Shipment
+    leases: set[Lease] = field(default_factory=set)
+    deltas: dict[int, asyncio.Future[Shipment]] = field(default_factory=dict)
 
 
 class WeightStore:
     """The newest versions. For one event loop."""
 
-    def __init__(self, *, kept_versions: int):
-        self._kept_versions = kept_versions
-        self._snapshots: dict[int, Snapshot] = {}
+    def __init__(self, *, kept_versions: int, delta_bases: int = 0, lease_s: float = LEASE_S):
+        """
+        Args:
+            delta_bases: earlier versions that a reader can hold and get the difference from.
+        """
+        self._delta_bases, self._lease_s = delta_bases, lease_s
+        self._most_kept = max(kept_versions, delta_bases + 1)
+        self._kept: dict[int, _Kept] = {}
+        self._retired: list[_Kept] = []
         self._changed = asyncio.Event()
         self._closed = False
 
     def publish(self, snapshot: Snapshot) -> None:
         """Makes a version available, and the oldest unavailable to new readers when there are too many."""
-        assert all(version < snapshot.policy_version for version in self._snapshots), "versions grow"
-        self._snapshots[snapshot.policy_version] = snapshot
-        while len(self._snapshots) > self._kept_versions:
-            del self._snapshots[min(self._snapshots)]
+        assert all(version < snapshot.policy_version for version in self._kept), "versions grow"
+        for kept in self._kept.values():
+            kept.deltas.clear()
+        self._kept[snapshot.policy_version] = _Kept(snapshot, Shipment(snapshot.manifest, snapshot.data))
+        while len(self._kept) > self._most_kept:
+            oldest = self._kept.pop(min(self._kept))
+            if oldest.leases:
+                self._retired.append(oldest)
+        while len(self._retired) > _MOST_RETIRED:
+            for lease in self._retired.pop(0).leases:
+                lease.revoke()
         self._wake()
 
     def get(self, policy_version: int) -> Snapshot | None:
         """A version, while it is kept."""
-        return self._snapshots.get(policy_version)
+        kept = self._kept.get(policy_version)
+        return kept.snapshot if kept else None
+
+    @property
+    def in_memory(self) -> list[int]:
+        """Every version that is kept or leased, ascending."""
+        return sorted([kept.snapshot.policy_version for kept in [*self._retired, *self._kept.values()]])
+
+    def has_delta(self, policy_version: int, base: int) -> bool:
+        """Whether a reader that holds `base` can get the difference."""
+        newer = [version for version in self._kept if base < version <= policy_version]
+        return base in self._kept and policy_version in newer and len(newer) <= self._delta_bases
+
+    @contextlib.asynccontextmanager
+    async def lease(self, policy_version: int, base_policy_version: int | None) -> AsyncIterator[Lease | None]:
+        """Keeps a version for a reader: the difference to the base where there is one, else all of it."""
+        kept = self._kept.get(policy_version)
+        if kept is None:
+            yield None
+            return
+        lease = Lease(kept.shipment, self._lease_s)
+        kept.leases.add(lease)
+        try:
+            if base_policy_version is not None and self.has_delta(policy_version, base_policy_version):
+                lease.shipment = await self._delta(kept, self._kept[base_policy_version].snapshot)
+            yield lease
+        finally:
+            kept.leases.discard(lease)
+            if kept in self._retired and not kept.leases:
+                self._retired.remove(kept)
 
     async def watch(self) -> AsyncIterator[Snapshot]:
         """The newest version at once, then each newer one until `close`; a slow caller gets only the newest."""
         seen = 0
         while not self._closed:
             changed = self._changed
-            newest = max(self._snapshots, default=0)
+            newest = max(self._kept, default=0)
             if newest > seen:
                 seen = newest
-                yield self._snapshots[newest]
+                yield self._kept[newest].snapshot
             else:
                 await changed.wait()
 
@@ -91,6 +114,14 @@ class WeightStore:
         """Ends every watch."""
         self._closed = True
         self._wake()
+
+    async def _delta(self, kept: _Kept, base: Snapshot) -> Shipment:
+        """Encoded once, in a thread, for all who ask."""
+        made = kept.deltas.get(base.policy_version)
+        if made is None:
+            made = asyncio.ensure_future(asyncio.to_thread(difference, kept.snapshot, base))
+            kept.deltas[base.policy_version] = made
+        return await asyncio.shield(made)  # it is others' too
 
     def _wake(self) -> None:
         self._changed.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import ml_dtypes
@@ -21,6 +22,8 @@ class Installed:
     def __init__(self) -> None:
         self.versions: list[Version] = []
         self.outcomes: list[str] = []
+        self.causes: list[str] = []
+        self.bytes: Counter[tuple[str, str]] = Counter()
         self._changed = asyncio.Condition()
 
     async def install(self, version: Version) -> None:
@@ -30,6 +33,12 @@ class Installed:
 
     def pulled(self, outcome: str, seconds: float) -> None:
         self.outcomes.append(outcome)
+
+    def received(self, sender: str, kind: str, size_bytes: int) -> None:
+        self.bytes[sender, kind] += size_bytes
+
+    def fell_back(self, cause: str) -> None:
+        self.causes.append(cause)
 
     async def wait_for(self, *versions: int) -> None:
         async with asyncio.timeout(10), self._changed:

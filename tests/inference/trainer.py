@@ -71,6 +71,8 @@ class Trainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         damage, self.damage_next = self.damage_next > 0, max(0, self.damage_next - 1)
         yield pb.GetWeightsResponse(manifest=self._manifest(request.policy_version))
         for index, array in enumerate(self._versions[request.policy_version].values()):
+            if index < request.first_tensor:
+                continue
             data = bytearray(weights.tensor_bytes(array))
             if damage and index == 1:
                 data[3] ^= 1

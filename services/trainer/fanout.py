@@ -1,0 +1,99 @@
+"""Who gets a version from whom, so that the trainer sends about one copy however many engines there are.
+
+The first engine to hear of a version gets it from the trainer, and the others from engines before them, two from each:
+a tree, through which each tensor passes as soon as it has been checked. An engine gets a difference only from one that
+gets the same difference; engines at different versions make different trees. Whoever comes when others hold the version
+already gets it from those. An engine is told its parent and that one's ancestors, who wait for nobody below them, and
+falls back to them and to the trainer in the end. It stays in its place when it asks again, so that nobody ever waits
+for somebody who waits for him.
+
+Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.v1 import trainer_service_pb2 as pb
+
+_CHILDREN = 2
+_MOST_PEERS = 3
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """An engine that watches: the version that it holds (0: none), and where it serves ("": nowhere)."""
+
+    held: int
+    address: str
+
+
+@dataclass
+class _Member:
+    base: int | None
+    ancestors: tuple[str, ...]
+    children: int = 0
+
+
+class Fanout:
+    """The trees of the newest version."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._members: dict[str, _Member] = {}
+
+    def peers(
+        self, engine: str, version: int, base: int | None, watchers: Mapping[str, Watcher]
+    ) -> list[pb.WeightPeer]:
+        """Whom an engine asks for a version before the trainer, in order.
+
+        Args:
+            base: the version that it holds, if the trainer would send the difference to it.
+            watchers: those that watch now, by name.
+        """
+        if version != self._version:
+            self._version, self._members = version, {}
+        members = self._members
+        holders = [
+            name
+            for name, watcher in watchers.items()
+            if watcher.held == version and watcher.address and name != engine and self._serves(name, base)
+        ]
+        if holders:
+            chosen = sorted(holders, key=self._children)[:_CHILDREN]
+            self._member(chosen[0]).children += 1
+            members.setdefault(engine, _Member(base, ()))
+            return self._listed(chosen, watchers)
+        if engine in members:
+            return self._listed(members[engine].ancestors, watchers)
+        parents = [
+            name
+            for name, member in members.items()
+            if name in watchers and watchers[name].address and self._serves(name, base) and member.children < _CHILDREN
+        ]
+        if not parents:
+            members[engine] = _Member(base, ())
+            return []
+        parent = members[parents[0]]
+        parent.children += 1
+        ancestors = (parents[0], *parent.ancestors)[:_MOST_PEERS]
+        members[engine] = _Member(base, ancestors)
+        return self._listed(ancestors, watchers)
+
+    def _serves(self, name: str, base: int | None) -> bool:
+        """Whether it could send what is wanted: all of it, or the difference that it got itself."""
+        return base is None or (name in self._members and self._members[name].base == base)
+
+    def _children(self, name: str) -> int:
+        return self._members[name].children if name in self._members else 0
+
+    def _member(self, name: str) -> _Member:
+        return self._members.setdefault(name, _Member(None, ()))
+
+    def _listed(self, names: list[str] | tuple[str, ...], watchers: Mapping[str, Watcher]) -> list[pb.WeightPeer]:
+        return [
+            pb.WeightPeer(address=watchers[name].address, policy_version=watchers[name].held)
+            for name in names
+            if name in watchers
+        ]
