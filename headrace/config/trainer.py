@@ -106,3 +106,9 @@ class Trainer(Section):
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError("optimizer.warmup_steps must be below steps")
         return self
+    delta_bases: int = Field(
+        2,
+        ge=0,
+        description="earlier versions from which an engine gets the difference to a new one, each kept on the host; 0:"
+        " every pull is a whole version",
+    )

@@ -62,6 +62,19 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._pulled_bytes = prometheus_client.Counter(
+            "headrace_inference_pulled_bytes",
+            "Bytes of weights received, by sender (trainer, peer) and kind (full, delta)",
+            ["sender", "kind"],
+            registry=self.registry,
+        )
+        self._pull_fallbacks = prometheus_client.Counter(
+            "headrace_inference_pull_fallbacks",
+            "Pulls that went on another way, by cause: a peer that was dead, slow, corrupt, of the wrong_run or whose"
+            " version was gone; a delta that was damaged; a bulk port out of reach",
+            ["cause"],
+            registry=self.registry,
+        )
         self._stage_seconds = prometheus_client.Histogram(
             "headrace_inference_stage_seconds",
             "Time to bring checked weights onto the device, while serving",
@@ -90,6 +103,14 @@ class Metrics:
         self._pulls.labels(outcome).inc()
         if outcome == "ok":
             self._pull_seconds.observe(seconds)
+
+    def received(self, sender: str, kind: str, size_bytes: int) -> None:
+        """Bytes of weights have come."""
+        self._pulled_bytes.labels(sender, kind).inc(size_bytes)
+
+    def fell_back(self, cause: str) -> None:
+        """A pull goes on another way."""
+        self._pull_fallbacks.labels(cause).inc()
 
     def installed(self, stage_seconds: float, swap_seconds: float) -> None:
         """A version is in use."""

@@ -20,6 +20,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 
 from headrace import config as configs
 from headrace import model_folder, rpc, security, step_log, stream, telemetry, tracing
+from headrace.bulk import BulkServer
 from headrace.config import Config, ConfigError
 from headrace.errors import StartupError
 from headrace.v1 import trainer_service_pb2 as pb
@@ -95,14 +96,16 @@ async def run(arguments: argparse.Namespace) -> None:
     tracing.configure("trainer", instance="trainer", run_id=config.run.id, **config.telemetry.traces.model_dump())
     stop = rpc.stop_signal()
     status = Status(config.run.id, config.trainer.steps)
-    store, engines = WeightStore(kept_versions=config.trainer.kept_versions), Engines()
+    store = WeightStore(kept_versions=config.trainer.kept_versions, delta_bases=config.trainer.delta_bases)
+    engines, secured = Engines(), security.read(config.security.tls, config.security.token_file)
+    bulk = BulkServer.start(arguments.bulk_listen) if arguments.bulk_listen and secured.tls is None else None
     ledger = Ledger(Journal(config.run.path / "consumed.jsonl"))
-    servicer = TrainerServicer(store, status, engines)
+    servicer = TrainerServicer(store, status, engines, bulk=bulk)
     add = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
     server = await rpc.Server.start(
         arguments.listen,
         [rpc.Service(SERVICE, add, servicer)],
-        security=security.read(config.security.tls, config.security.token_file),
+        security=secured,
         health_listen=arguments.health_listen,
     )
     try:
@@ -120,6 +123,8 @@ async def run(arguments: argparse.Namespace) -> None:
         store.close()
         await server.stop(1)
 
+        if bulk:
+            await bulk.stop()
 
 async def _train(process: _Process, model: _Model) -> None:
     """Takes the run up where its checkpoint left it, publishes, warms up if it is new, and loops."""
@@ -365,4 +370,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    parser.add_argument("--health-listen", default="", metavar="HOST:PORT", help=rpc.HEALTH_LISTEN_HELP)
+    parser.add_argument(
+        "--bulk-listen",
+        default="",
+        metavar="HOST:PORT",
+        help="where to send the bytes of weights over plain TCP, beside gRPC; unused under security.tls (nowhere)",
+    )
     parser.add_argument("--health-listen", default="", metavar="HOST:PORT", help=rpc.HEALTH_LISTEN_HELP)

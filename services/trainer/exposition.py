@@ -49,6 +49,14 @@ class StatusCollector(Collector):
         for key, count in self._status.returned_groups.copy().items():
             returned.add_metric(key, count)
         yield returned
+        sent = CounterMetricFamily(
+            "headrace_trainer_sent_weights_bytes",
+            "bytes of weights sent to engines, by kind (full, delta)",
+            labels=["kind"],
+        )
+        for kind, size_bytes in self._engines.sent_bytes.copy().items():
+            sent.add_metric([kind], size_bytes)
+        yield sent
         behind = GaugeMetricFamily(
             "headrace_trainer_engine_versions_behind",
             "versions that the engine is behind the newest one",
