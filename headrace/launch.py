@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import config as run_config
-from headrace import local_run, model_folder, plot, progress, redis_server, step_log, summary
+from headrace import local_run, model_folder, plot, progress, redis_server, security, step_log, summary
 from headrace.errors import StartupError
 from headrace.local_run import LocalRun
 from headrace.process import USER_ERROR, Process, describe
@@ -76,6 +76,7 @@ async def _supervise(run: LocalRun, fleet: Mapping[str, Process], *, display: Di
                     trainer_address=run.config.trainer.address,
                     metrics=run.folder / step_log.NAME,
                     total_steps=run.config.trainer.steps,
+                    security=security.read(run.config.security.tls, run.config.security.token_file),
                 )
             )
             stopped = tasks.create_task(stop.wait())

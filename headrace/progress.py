@@ -14,6 +14,7 @@ from typing import TextIO
 import grpc
 
 from headrace import rpc, step_log
+from headrace.security import PLAIN, Security
 from headrace.step_log import Step
 from headrace.v1 import trainer_service_pb2 as pb
 from headrace.v1 import trainer_service_pb2_grpc
@@ -58,10 +59,12 @@ class Display:
         self._stream.flush()
 
 
-async def follow(display: Display, *, trainer_address: str, metrics: Path, total_steps: int) -> None:
+async def follow(
+    display: Display, *, trainer_address: str, metrics: Path, total_steps: int, security: Security = PLAIN
+) -> None:
     """Shows the run's progress until it is cancelled: twice a second on a terminal, else every five seconds."""
     interval_s = 0.5 if display.live else 5.0
-    async with rpc.channel(trainer_address) as channel:
+    async with rpc.channel(trainer_address, security=security) as channel:
         trainer = trainer_service_pb2_grpc.TrainerServiceStub(channel)
         while True:
             status = await _ask(trainer)

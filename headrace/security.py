@@ -129,19 +129,24 @@ def caller(security: Security, *, tls: bool, token_file: Path | None) -> Securit
     return Security((security.tls or Tls()) if tls else None, tokens)
 
 
-async def diagnose(address: str, security: Security) -> str:
-    """Why no connection to a server of ours comes about: a line with the remedy. Empty: it does, or nothing listens."""
+async def diagnose(address: str, security: Security, *, name: str = "") -> str:
+    """Why no connection to a server of ours comes about: a line with the remedy. Empty: it does, or nothing listens.
+
+    `name` is the host that its certificate is for, where that is not the address's.
+    """
     try:
         host, port = addresses.split(address)
     except ValueError:
         return ""
     try:
         async with asyncio.timeout(_DIAGNOSIS_S):
-            return await (_try_tls(host, port, security) if security.tls else _try_plaintext(host, port))
+            if security.tls is None:
+                return await _try_plaintext(host, port)
+            return await _try_tls(host, port, security, name or host)
     except ssl.SSLCertVerificationError as error:
         return (
             f"the certificate of {address} is not to be trusted ({error.verify_message}): it must be signed by"
-            f" security.tls.authority, and name {host}"
+            f" security.tls.authority, and name {name or host}"
         )
     except (ssl.SSLError, ConnectionResetError):
         return f"{address} speaks no TLS, but we do: set security.tls there too, or nowhere" if security.tls else ""
@@ -149,11 +154,11 @@ async def diagnose(address: str, security: Security) -> str:
         return ""
 
 
-async def _try_tls(host: str, port: int, security: Security) -> str:
+async def _try_tls(host: str, port: int, security: Security, name: str) -> str:
     context = security.client_context()
     assert context is not None
     context.set_alpn_protocols(["h2", "http/1.1"])  # gRPC takes nothing but the former
-    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=name)
     with contextlib.closing(writer):
         try:
             async with asyncio.timeout(_FIRST_WORDS_S):

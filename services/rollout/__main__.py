@@ -30,7 +30,9 @@ from services.rollout.inference import Engines
 from services.rollout.renderer import Renderer
 from services.rollout.scheduler import Scheduler
 from services.rollout.server import SERVICE_NAME, RolloutServicer
+from services.rollout.sglang import Sglang
 from services.rollout.slots import Slots
+from services.rollout.vllm import Vllm
 from services.rollout.window import WindowLimits
 
 log = logging.getLogger("services.rollout")
@@ -55,7 +57,7 @@ async def run(arguments: argparse.Namespace) -> None:
         stack.push_async_callback(redis.aclose)
         streams = Streams(redis, settings.run.id, claim_timeout_s=settings.rollout.claim_timeout_s)
         telemetry.serve_metrics(arguments.metrics_listen)
-        engines = await stack.enter_async_context(_engines(settings, vocabulary_size))
+        engines = await stack.enter_async_context(_engines(settings, vocabulary_size, secured))
         environments = {
             name: Environment(name, entry, _caller(secured, entry)) for name, entry in settings.environments.items()
         }
@@ -97,16 +99,18 @@ async def run(arguments: argparse.Namespace) -> None:
         log.info("stopped")
 
 
-def _engines(settings: config.Config, vocabulary_size: int) -> Engines:
+def _engines(settings: config.Config, vocabulary_size: int, secured: security.Security) -> Engines:
     rollout = settings.rollout
     return Engines(
         settings.inference.addresses,
         timeout_s=rollout.engine_timeout_s,
         attempts=rollout.engine_attempts,
         vocabulary_size=vocabulary_size,
+        dialect=Vllm(settings.run.id) if settings.inference.dialect == "vllm" else Sglang(),
         affinity=rollout.group_size if settings.inference.prefix_cache else 0,
         window=WindowLimits(rollout.engine_window_least, rollout.engine_window_first, rollout.engine_window_most),
         circuit=CircuitLimits(rollout.engine_circuit_failures, longest_s=rollout.engine_circuit_longest_s),
+        security=secured,
     )
 
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol, Self
 import aiohttp
 from yarl import URL
 
+from headrace import security, tracing
+from headrace.security import PLAIN, Security
 from services.rollout.sample import Sample
 from services.rollout.window import Load
 
@@ -56,11 +58,18 @@ class HttpError(Exception):
 class Http:
     """The gateway's connections to engines. Use it as an async context manager."""
 
+    def __init__(self, secured: Security = PLAIN):
+        self.scheme = "https" if secured.tls else "http"
+        self._security = secured
+        self._tls = secured.client_context() or True  # aiohttp's word for the default
+        self._headers = {**_HEADERS, **({"Authorization": secured.authorization} if secured.tokens else {})}
+        self._names: dict[str, str] = {}  # that certificates of hosts bear, by host:port
+
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=self._tls),
             timeout=aiohttp.ClientTimeout(total=None),
-            headers=_HEADERS,
+            headers=self._headers,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -71,14 +80,26 @@ class Http:
     ) -> None:
         await self._session.close()
 
+    def name(self, host: str, name: str) -> None:
+        """The host:port, which was looked up, shows the certificate of this HOST:PORT."""
+        self._names[host] = name.rpartition(":")[0]
+
+    async def diagnose(self, url: URL) -> str:
+        """Why no connection comes about, see headrace.security."""
+        return await security.diagnose(url.authority, self._security, name=self._names.get(url.authority, ""))
+
     async def post(self, url: URL, body: bytes) -> bytes:
         """The body of a 200. Raises HttpError, aiohttp.ClientError and OSError."""
-        async with self._session.post(url, data=body) as response:
+        headers = tracing.headers()
+        if headers:
+            tracing.note(engine=str(url.origin()))
+        name = self._names.get(url.authority)
+        async with self._session.post(url, data=body, headers=headers, server_hostname=name) as response:
             return _checked(response.status, await response.read())
 
     async def get(self, url: URL) -> bytes:
         """Likewise."""
-        async with self._session.get(url) as response:
+        async with self._session.get(url, server_hostname=self._names.get(url.authority)) as response:
             return _checked(response.status, await response.read())
 
 

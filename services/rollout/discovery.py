@@ -37,18 +37,21 @@ class Discovery:
         make: Callable[[str], Engine],
         resolve: Callable[[str], Awaitable[frozenset[str]]],
         lookup_period_s: float,
+        scheme: str = "http",
     ):
         self.ready = asyncio.Condition()
         self._names = [address for address in addresses if lookup.is_name(address)]
         self._router, self._dialect, self._make = router, dialect, make
         self._resolve, self._lookup_period_s = resolve, lookup_period_s
+        self._scheme = scheme
+        self._told: dict[Engine, str] = {}  # what is wrong with an engine that is there
         self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._followers: list[asyncio.Task[None]] = []
         self._http: Http
         self._tasks: asyncio.TaskGroup
         # Those of fixed addresses; others join and leave as names are looked up.
         fixed = [address for address in addresses if address not in self._names]
-        router.engines += [make(address if "://" in address else f"http://{address}") for address in fixed]
+        router.engines += [make(address if "://" in address else f"{scheme}://{address}") for address in fixed]
 
     def start(self, http: Http, tasks: asyncio.TaskGroup) -> None:
         """Begins to watch; the tasks belong to the group, and end by `stop`."""
@@ -86,7 +89,8 @@ class Discovery:
             # A name that does not resolve tells nothing: its engines' readiness does.
             hosts = await self._resolve(name) or known.keys()
             for host in hosts - known.keys():
-                engine = known[host] = self._make(f"http://{host}")
+                self._http.name(host, name)
+                engine = known[host] = self._make(f"{self._scheme}://{host}")
                 self._router.engines.append(engine)
                 self._watch(engine)
             for host in known.keys() - hosts:
@@ -120,13 +124,25 @@ class Discovery:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1))
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
+    def _tell(self, engine: Engine, problem: str) -> None:
+        """Logs what will not pass by itself, once."""
+        if problem and problem != self._told.get(engine):
+            log.error("engine %s: %s", engine.url, problem)
+            self._told[engine] = problem
+
     async def _look(self, engine: Engine) -> bool:
         """Whether the engine takes calls, by its own word; takes note of its load."""
+        running = engine.running
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
                 load = await self._dialect.look(self._http, engine.root)
-        except (HttpError, aiohttp.ClientError, OSError, TimeoutError):
+        except HttpError as error:
+            self._tell(engine, error.message if error.status == 401 else "")
             return False
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            self._tell(engine, await self._http.diagnose(engine.root))
+            return False
+        self._told.pop(engine, None)
         if load is not None:
-            engine.observe(load)
+            engine.observe(load, asked_at=running)
         return True

@@ -28,6 +28,7 @@ from typing import Self
 
 import aiohttp
 
+from headrace.security import PLAIN, Security
 from headrace.v1 import trajectory_pb2 as pb
 from services.rollout import lookup, metrics
 from services.rollout.circuit import CircuitLimits
@@ -122,10 +123,12 @@ class Engines:
         circuit: CircuitLimits | None = None,
         resolve: Callable[[str], Awaitable[frozenset[str]]] = lookup.resolve,
         lookup_period_s: float = 5.0,
+        security: Security = PLAIN,
     ):
         self.vocabulary_size = vocabulary_size
         self.router = Router(affinity=affinity)
         self._dialect = dialect or Sglang()
+        self._http = Http(security)
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._discovery = Discovery(
@@ -135,9 +138,9 @@ class Engines:
             make=lambda url: Engine(url, window or WindowLimits(), circuit or CircuitLimits()),
             resolve=resolve,
             lookup_period_s=lookup_period_s,
+            scheme=self._http.scheme,
         )
         self._exit = contextlib.AsyncExitStack()
-        self._http = Http()
         self._tasks: asyncio.TaskGroup
 
     async def __aenter__(self) -> Self:

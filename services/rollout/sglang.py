@@ -28,8 +28,13 @@ class Sglang:
 
     async def look(self, http: Http, root: URL) -> Load | None:
         await http.get(root / "ready")
-        with contextlib.suppress(HttpError, ValueError, KeyError, TypeError):
-            load = json.loads(await http.get(root / "get_load"))
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            try:
+                load = json.loads(await http.get(root / "get_load"))
+            except HttpError as error:
+                if error.status == 401:
+                    raise
+                return None
             return Load(
                 policy_version=load["policy_version"],
                 running=load["running"],
