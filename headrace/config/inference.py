@@ -10,9 +10,25 @@ from pydantic import Field
 from headrace.config.section import Address, Count, Seconds, Section
 
 
+class Vllm(Section):
+    """What the puller needs to know of the vLLM server beside it, with `dialect: vllm`."""
+
+    url: str = Field("http://127.0.0.1:8000", description="the server, as the puller beside it reaches it")
+    weights_folder: Path = Field(
+        Path("/dev/shm/headrace"), description="where versions are handed over; both see it under this path"
+    )
+    timeout_s: Seconds = Field(600.0, description="deadline of one control call, loading included")
+
+
 class Inference(Section):
     """The engines."""
 
+    dialect: Literal["sglang", "vllm"] = Field(
+        "sglang",
+        description="what the engines are: our own, or vLLM servers, each with `python -m services.inference` as its"
+        " puller beside it (docs/vllm.md)",
+    )
+    vllm: Vllm = Vllm()
     replicas: Count = Field(1, description="engines that `headrace run` starts")
     addresses: list[Address] = Field([], description="host:port of each engine")
     device: Literal["cpu", "tpu", "cuda"] = "cpu"

@@ -44,10 +44,10 @@ class Engine:
         """Whether a call can be sent to it now."""
         return self.usable(now_s) and self.running < self.window.size
 
-    def observe(self, load: Load) -> None:
-        """Takes note of what it says of itself."""
+    def observe(self, load: Load, *, asked_at: int) -> None:
+        """Takes note of what it says of itself; `asked_at`: the calls that it was answering when it was asked."""
         if load.policy_version is not None:
             self.policy_version = load.policy_version
-        self.elsewhere = max(0, load.running + load.waiting - self.running)
+        self.elsewhere = max(0, load.running + load.waiting - max(asked_at, self.running))
         self.window.observe(load, calls=self.running, wanted=self.wanted)
         self.wanted = False

@@ -40,6 +40,9 @@ environment_failures = Counter(
 )
 malformed_tool_calls = Counter("headrace_rollout_malformed_tool_calls", "tool calls that could not be parsed")
 sampled_tokens = Counter("headrace_rollout_sampled_tokens", "tokens that engines sampled")
+undated_tokens = Counter(
+    "headrace_rollout_undated_tokens", "tokens labelled with the older version because vLLM was updated during the call"
+)
 
 engine_calls = Counter("headrace_rollout_engine_calls", "calls to engines by outcome", ["outcome"])
 open_engine_calls = Gauge(

@@ -20,6 +20,8 @@ from services.rollout.environment import Environment
 from services.rollout.episode import World
 from services.rollout.inference import Engines
 from services.rollout.renderer import Renderer
+from services.rollout.sglang import Sglang
+from services.rollout.vllm import Vllm
 from tests.processes import ROOT
 
 WORDS = ["guess", "a", "number", "higher", "lower", "found", "invalid", "1", "2", "3", "4", "5", "6", "7", "8"]
@@ -58,6 +60,7 @@ async def world(folder: Path, *, engines: Sequence[str], environment: str, **ove
         timeout_s=run.rollout.engine_timeout_s,
         attempts=run.rollout.engine_attempts,
         vocabulary_size=json.loads((folder / "config.json").read_text())["vocab_size"],
+        dialect=Vllm(run.run.id) if run.inference.dialect == "vllm" else Sglang(),
     ) as routed:
         try:
             yield World(run.rollout, renderer, routed, {"guess_number": client})
