@@ -22,6 +22,7 @@ import uvloop
 
 from headrace import address, config, model_folder, rpc, security, telemetry, tracing
 from headrace.errors import AddressInUse, StartupError
+from services.inference import vllm_puller
 from services.inference.guard import Guard
 from services.inference.lineage import Lineage
 from services.inference.metrics import Metrics
@@ -47,6 +48,8 @@ async def run(arguments: argparse.Namespace) -> None:
     model_folder.ensure(settings)
     _prepare_jax(settings)
     stop = rpc.stop_signal()
+    if settings.inference.dialect == "vllm":
+        return await _pull_for_vllm(settings, arguments, secured, stop)
     loop = asyncio.get_running_loop()
     death: asyncio.Future[None] = loop.create_future()
 
@@ -100,6 +103,20 @@ async def run(arguments: argparse.Namespace) -> None:
             pulling.cancel()
             explaining.cancel()
     log.info("stopped")
+
+
+async def _pull_for_vllm(
+    settings: config.Config, arguments: argparse.Namespace, secured: security.Security, stop: asyncio.Event
+) -> None:
+    async with rpc.channel(settings.trainer.address, security=secured) as channel:
+        await vllm_puller.run(
+            settings,
+            name=arguments.name,
+            stop=stop,
+            channel=channel,
+            authorization=secured.authorization,
+            listening=lambda application: _listening(arguments.listen, Guard(application, secured), secured.tls),
+        )
 
 
 async def _build(settings: config.Config, died: Callable[[str], None]) -> Any:
