@@ -59,12 +59,13 @@ def page() -> str:
 
 def families() -> list[Family]:
     """All of them, by service and name."""
-    return sorted([*_declared("envs"), *_inference(), *_declared("rollout"), *_trainer()])
+    declared = [("envs", "metrics"), ("rollout", "metrics"), ("trainer", "exposition")]
+    return sorted([*(family for place in declared for family in _declared(*place)), *_inference(), *_trainer()])
 
 
-def _declared(service: str) -> Iterator[Family]:
+def _declared(service: str, module: str) -> Iterator[Family]:
     """Metrics that a module declares as its variables."""
-    for value in vars(importlib.import_module(f"services.{service}.metrics")).values():
+    for value in vars(importlib.import_module(f"services.{service}.{module}")).values():
         if isinstance(value, MetricWrapperBase):
             yield from _of(service, value)
 
@@ -77,7 +78,7 @@ def _inference() -> Iterator[Family]:
 
     class Engine:
         load = Load()
-        generated_tokens = prompt_tokens = 0
+        generated_tokens = prompt_tokens = recomputed_tokens = programs = 0
         policy_version: int | None = 0
 
     metrics = Metrics()

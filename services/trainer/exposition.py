@@ -1,15 +1,33 @@
-"""The trainer's Prometheus metrics, read from its status whenever somebody asks."""
+"""The trainer's Prometheus metrics: what its status says, read whenever somebody asks, and what steps have added up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.trainer.ledger import Ledger
 from services.trainer.server import Engines
 from services.trainer.status import Status
+
+if TYPE_CHECKING:  # it imports us
+    from services.trainer.report import StepReport
+
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
+_PARTS = ("waiting", "packing", "compute", "publishing", "committing")
+
+step_seconds = Histogram(
+    "headrace_trainer_step_seconds",
+    "wall time of a step by what it was spent on: waiting (for groups), packing, compute, publishing, committing (the"
+    " checkpoint of the step before), other",
+    ["part"],
+    buckets=_SECONDS,
+)
+action_tokens = Counter("headrace_trainer_action_tokens", "tokens that entered the loss")
+trajectories = Counter("headrace_trainer_trajectories", "trajectories that entered the loss")
 
 _GAUGES = {
     "step": "optimizer batches done",
@@ -21,6 +39,15 @@ _GAUGES = {
     "staleness_max": "age of the last step's oldest token in updates",
     "phase": "1 starting, 2 waiting, 3 training, 4 finished",
 }
+
+
+def count(report: StepReport) -> None:
+    """Adds up a step that is done."""
+    spent = {part: float(getattr(report, f"{part}_s")) for part in _PARTS}
+    for part, seconds in {**spent, "other": max(0.0, report.step_s - sum(spent.values()))}.items():
+        step_seconds.labels(part).observe(seconds)
+    action_tokens.inc(report.action_tokens)
+    trajectories.inc(report.trajectories)
 
 
 class StatusCollector(Collector):
