@@ -68,6 +68,7 @@ class LearnableGroup:
     # Of the G trajectories.
     truncated: int
     oldest_version: int
+    gateway: str
     newest_version: int
     # Updates between the weights that sampled the samples' tokens and the current ones: of the oldest, and summed.
     age_max: int
@@ -105,9 +106,12 @@ def learnable(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int)
     if len(compared) < 2 or not kept:
         statuses = sorted({pb.EpisodeStatus.Name(trajectory.status) for trajectory in group.trajectories})
         raise Unfit(TOO_FEW_TRAINABLE, f"{len(compared)} trainable trajectories, {len(kept)} in the loss: {statuses}")
-    spans = [span for number in kept for turn in compared[number].turns for span in turn.version_spans]
-    ages = [lineage.age(span.policy_version) for span in spans]
-    if max(ages) > rules.max_staleness:
+    samples = [_aged(to_sample(trajectory), trajectory, rules, lineage) for trajectory in compared]
+    fresh = [_without_stale(sample, rules) for sample in samples]
+    in_loss = tuple(number in kept and bool(fresh[number].action_mask.any()) for number in range(len(compared)))
+    comparison = Comparison(tuple(fresh), in_loss)
+    ages = np.concatenate([np.asarray(samples[number].ages)[samples[number].action_mask] for number in kept])
+    if not any(in_loss) or (rules.stale == "drop" and ages.max() > rules.max_staleness):
         raise Unfit(
             TOO_STALE, f"its oldest token is {max(ages)} updates old, at most {rules.max_staleness} are allowed"
         )
@@ -121,10 +125,11 @@ def learnable(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int)
         rewards=tuple(rewards),
         degenerate=not advantages.any(),
         truncated=sum(trajectory.truncated for trajectory in compared),
-        oldest_version=min(span.policy_version for span in spans),
-        newest_version=max(span.policy_version for span in spans),
-        age_max=max(ages),
-        age_sum=sum(age * span.length for age, span in zip(ages, spans, strict=True)),
+        oldest_version=int(versions.min()),
+        newest_version=int(versions.max()),
+        age_max=int(young.max()),
+        age_sum=int(young.sum()),
+        stale_tokens=int(ages.size - young.size),
     )
 
 
@@ -134,6 +139,7 @@ def parse(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int) -> 
         group = pb.TrajectoryGroup.FromString(entry.payload)
     except DecodeError as error:
         raise RecordError("payload is no TrajectoryGroup") from error
+        gateway=group.gateway,
     try:
         records.check_group(group, run_id=rules.run_id, vocabulary_size=rules.vocabulary_size)
     except OverflowError as error:
@@ -251,7 +257,22 @@ def _reward(trajectory: pb.Trajectory) -> float:
     return reward
 
 
-def _shaped(reward: float, trajectory: pb.Trajectory, rules: Rules) -> float:
-    """The reward that is compared within the group."""
-    penalised = trajectory.truncated and rules.truncated == "penalise"
-    return reward - rules.truncation_penalty if penalised else reward
+def _aged(sample: Sample, trajectory: pb.Trajectory, rules: Rules, lineage: Lineage) -> Sample:
+    """With the age of each token, and with the reward that is compared."""
+    spans = [(span.policy_version, span.length) for turn in trajectory.turns for span in turn.version_spans]
+    ages = np.zeros(len(sample.action_mask), np.int64)
+    ages[sample.action_mask] = np.repeat([lineage.age(version) for version, _ in spans], [n for _, n in spans])
+    rewards = np.array(sample.rewards)
+    if trajectory.truncated and rules.truncated == "penalise":
+        rewards[-1] -= rules.truncation_penalty
+    rewards[-1] -= overlong_penalty(
+        len(sample.token_ids), limit=rules.overlong_limit, buffer=rules.overlong_buffer, penalty=rules.overlong_penalty
+    )
+    return replace(sample, ages=ages, rewards=rewards)
+
+
+def _without_stale(sample: Sample, rules: Rules) -> Sample:
+    """With the tokens that are too old out of the loss, where rules say so."""
+    if rules.stale == "drop":
+        return sample
+    return replace(sample, action_mask=sample.action_mask & (np.asarray(sample.ages) <= rules.max_staleness))

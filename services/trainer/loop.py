@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from headrace import config
 from headrace.v1 import trainer_service_pb2 as pb
+from services.trainer import spans
 from services.trainer.batcher import Batcher, LearnableGroup
 from services.trainer.commit import Committer
 from services.trainer.compute import ComputeThread
@@ -110,6 +111,7 @@ class Loop:
             await self._publisher.publish(self._policy.state.parameters)
         await self._feeder.top_up()
         report = step_report(self._status, groups, measured, watch)
+        spans.trained(groups, report)
         self._reporter.write(report)  # before the commit: a step that is never repeated must have been told
         self._rewards.append(report.reward_mean)
         self._watch = Stopwatch()

@@ -13,6 +13,7 @@ from typing import Any
 
 from tensorboardX import SummaryWriter
 
+from services.trainer import exposition
 from services.trainer.batcher import LearnableGroup
 from services.trainer.journal import Journal
 from services.trainer.status import Status
@@ -133,6 +134,7 @@ class Reporter:
         log.info(
             "step %d: reward %.3f, staleness %.2f (max %d), idle %.0f %%, %.0f tokens/s",
             report.step,
+        exposition.count(report)
             report.reward_mean,
             report.staleness_mean,
             report.staleness_max,
