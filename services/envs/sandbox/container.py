@@ -106,7 +106,7 @@ class ContainerSandboxes(Sandboxes):
             raise
         try:
             stream.setblocking(False)
-            yield _Attached(stream)
+            yield _Attached(container, stream)
         finally:
             await asyncio.shield(asyncio.to_thread(self._remove, container, stream))
 
@@ -138,9 +138,22 @@ class ContainerSandboxes(Sandboxes):
 class _Attached:
     """A container's standard streams over one socket: stdout comes in frames that each name their stream."""
 
-    def __init__(self, stream: socket.socket):
+    def __init__(self, container: Any, stream: socket.socket):
+        self._container = container
         self._stream = stream
         self._received = bytearray()
+
+    async def killed_for_limits(self) -> bool:
+        return await asyncio.to_thread(self._killed)
+
+    def _killed(self) -> bool:
+        """Whether the container has ended by itself. gVisor's does as soon as a limit is hit; runc's when memory is."""
+        try:
+            ended = self._container.wait(timeout=30)
+            self._container.reload()
+        except (docker.errors.DockerException, requests.RequestException) as error:
+            raise SandboxError(f"docker: {error}") from error
+        return bool(self._container.attrs["State"]["OOMKilled"] or ended["StatusCode"])
 
     async def read(self, size: int) -> bytes:
         while len(self._received) < size:

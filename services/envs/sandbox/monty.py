@@ -107,7 +107,8 @@ def _outcome(run: asyncio.Future[object], printed: _Printed) -> Outcome:
         shown, lost = error.display(), error.display("type-msg").startswith("TimeoutError")
     else:
         raise SandboxError(f"Monty failed: {error!r}") from error
-    return Outcome(stdout, (stderr + shown.rstrip() + "\n")[: printed.limit], 1, state_lost=lost)
+    shown = shown.encode("utf-8", "replace").decode("utf-8").rstrip()
+    return Outcome(stdout, f"{stderr}{shown}\n"[: printed.limit], 1, state_lost=lost)
 
 
 class _Printed:

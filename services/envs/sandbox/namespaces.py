@@ -133,7 +133,8 @@ def _make_root(readable: Sequence[str], hidden: Sequence[str], scratch_bytes: in
     os.makedirs(root + SCRATCH)
     options = f"size={scratch_bytes},nr_inodes={scratch_files},mode=700,uid={NOBODY},gid={NOBODY}"
     _mount("tmpfs", root + SCRATCH, "tmpfs", NO_SETUID | NO_DEVICES, options)
-    os.symlink(SCRATCH, root + "/tmp")
+    if not os.path.lexists(root + "/tmp"):  # there when Python itself lies beneath
+        os.symlink(SCRATCH, root + "/tmp")
     os.chdir(root)
     _mount("none", root, "", REMOUNT | BIND | READ_ONLY | NO_SETUID)
     _check(_libc.pivot_root(b".", b"."), "pivot_root")

@@ -110,6 +110,9 @@ class _Pipes:
         assert process.stdin and process.stdout
         self._reader, self._writer = process.stdout, process.stdin
 
+    async def killed_for_limits(self) -> bool:
+        return False  # limits end what runs in there, never the supervisor
+
     async def read(self, size: int) -> bytes:
         return await self._reader.readexactly(size)
 

@@ -20,6 +20,10 @@ class SandboxError(Exception):
     """The sandbox failed, not the code in it: an infrastructure failure."""
 
 
+class Refused(Exception):
+    """The scratch directory does not take files, which is the doing of what the model has put into it."""
+
+
 class Ending(enum.Enum):
     """Why a run ended."""
 
@@ -30,7 +34,9 @@ class Ending(enum.Enum):
     OUTPUT = "output"
     """Killed for writing more than the limit."""
     SCRATCH = "scratch"
-    """Killed for filling its scratch directory, where no file system refuses in time."""
+    """Killed for filling its scratch directory, which is emptied, where no file system refuses in time."""
+    LOST = "lost"
+    """The whole sandbox was killed for what the code took; it has ended for good, and nothing runs in it any more."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,10 @@ class Sandbox(abc.ABC):
 
     @abc.abstractmethod
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Writes files, by paths relative to the scratch directory. Raises SandboxError, also when they do not fit."""
+        """Writes files, by paths relative to the scratch directory, in place of what is there.
+
+        Raises ValueError for a path that is not inside, Refused, SandboxError.
+        """
 
     @abc.abstractmethod
     async def read_files(self) -> dict[str, bytes]:

@@ -1,10 +1,11 @@
 """The first process inside a sandbox: runs what it is told to, kills it in time, and reports.
 
-It alone is trusted in there. It needs nothing but the standard library (Python 3.9 or newer), because a container's
-image holds no code of ours: there it is started as `python -I -S -c THIS_FILE CONFIG`, and in the strength `process` by
-confinement.py, which has put it into its namespaces. Requests come on stdin and answers go to stdout, each one JSON
-object after its length in four bytes; bytes travel as base64. Between requests it waits for the next; while a program
-runs it waits for the program, its output, its deadline, and the end of stdin, at which it kills everything and exits.
+It alone is trusted in there. It is one file because it travels: it needs nothing but the standard library (Python 3.9
+or newer), for a container's image holds no code of ours. There it is started as `python3 -I -S -c THIS_FILE CONFIG`; in
+the strength `process` jail.py has shut it in and calls it. Requests come on stdin and answers go to stdout, each one
+JSON object after its length in four bytes; bytes travel as base64. Between requests it waits for the next; while a
+program runs it waits for the program, its output, its deadline, and the end of stdin, at which it kills everything and
+exits.
 """
 
 import base64
@@ -104,8 +105,12 @@ class Supervisor:
         reply = b""
         while True:
             left = deadline - time.monotonic()
-            if left <= 0 or self._scratch_is_full():
-                run.ending = "deadline" if left <= 0 else "scratch"
+            if self._scratch_is_full():
+                self._empty_scratch()
+                run.ending = "scratch"
+                return run
+            if left <= 0:
+                run.ending = "deadline"
                 return run
             for fd, events in poll.poll(min(left, WATCH_S) * 1000):
                 if fd == self._requests:
@@ -136,6 +141,9 @@ class Supervisor:
                         pass
                 if run.over_limit:
                     run.ending, run.status = "output", None
+                elif self._scratch_is_full():
+                    self._empty_scratch()
+                    run.ending, run.status = "scratch", None
                 return run
 
     def _spawn(self, argv, interpreter):
@@ -227,6 +235,13 @@ class Supervisor:
                     return True
         return False
 
+    def _empty_scratch(self):
+        """Ends everything, and removes what it wrote: by programs, for Python fails in trees thousands deep."""
+        self._kill_all()
+        self._spawn(["sh", "-c", "exec 2>/dev/null; chmod -R u+rwX .; rm -rf -- * .[!.]* ..?*"], False)
+        os.waitpid(self._leader, 0)
+        self._leader = None
+
     def _reap(self):
         """Collects dead orphans, and notes how the leader ended."""
         while self._leader_status is None:
@@ -240,14 +255,20 @@ class Supervisor:
                 os.waitpid(dead.si_pid, 0)
 
     def _write(self, request):
-        for path, content in request["files"].items():
+        try:
+            self._write_all(request["files"])
+        except OSError as error:
+            return {"refused": error.strerror or "it does not fit"}
+        return {}
+
+    def _write_all(self, files):
+        for path, content in files.items():
             whole = os.path.join(self._scratch, path)
             os.makedirs(os.path.dirname(whole), exist_ok=True)
             if os.path.lexists(whole):
                 os.unlink(whole)
             with open(whole, "xb") as file:
                 file.write(base64.b64decode(content))
-        return {}
 
     def _read(self, request):
         files: dict = {}
