@@ -1,4 +1,7 @@
-"""The `headrace` command."""
+"""The `headrace` command.
+
+Each command imports what it needs, so that `headrace env` works where only the environments' extra is installed.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from headrace import launch, rpc
+from headrace import rpc
+from headrace.environment_kit import command as environment_kit
 from headrace.errors import StartupError
-from headrace.progress import Display
 
 _DESCRIPTION = """\
 Headrace trains LLM agents with reinforcement learning, as services that never wait for each other: a trainer, rollout
@@ -41,15 +42,20 @@ exit codes: 0 done, 1 a service kept failing, 2 something for you to correct (on
 def main() -> None:
     """Parses the command line and carries it out."""
     arguments = _parser().parse_args()
+    rpc.main(lambda: arguments.command(arguments))
 
-    async def run() -> int:
-        overrides = dict(_override(text) for text in arguments.set)
-        # Under nohup a closed terminal must not end the run.
-        hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-        stop = rpc.stop_signal(*hung_up)
-        return await launch.launch(arguments.config, overrides, display=Display(sys.stdout), stop=stop)
 
-    rpc.main(run)
+async def _run(arguments: argparse.Namespace) -> int:
+    try:
+        from headrace import launch
+        from headrace.progress import Display
+    except ImportError as error:
+        raise StartupError(f"`headrace run` needs more than is installed ({error}): install headrace[dev]") from error
+    overrides = dict(_override(text) for text in arguments.set)
+    # Under nohup a closed terminal must not end the run.
+    hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    stop = rpc.stop_signal(*hung_up)
+    return await launch.launch(arguments.config, overrides, display=Display(sys.stdout), stop=stop)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,10 +76,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="replaces one value of the file, by dotted key; the value is YAML; may be repeated",
     )
+    run.set_defaults(command=_run)
+    environment_kit.add_parsers(commands)
     return parser
 
 
 def _override(text: str) -> tuple[str, Any]:
+    import yaml
+
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise StartupError(f"--set {text}: write KEY=VALUE, for example --set trainer.steps=50")
