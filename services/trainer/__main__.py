@@ -30,6 +30,7 @@ from services.trainer.batcher import Batcher, Rules
 from services.trainer.checkpoint import Checkpoints, Notes
 from services.trainer.commit import Committer
 from services.trainer.compute import ComputeThread
+from services.trainer.critic import Critic
 from services.trainer.exposition import StatusCollector
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
@@ -122,9 +123,9 @@ async def run(arguments: argparse.Namespace) -> None:
     finally:
         store.close()
         await server.stop(1)
-
         if bulk:
             await bulk.stop()
+
 
 async def _train(process: _Process, model: _Model) -> None:
     """Takes the run up where its checkpoint left it, publishes, warms up if it is new, and loops."""
@@ -171,6 +172,11 @@ async def _train(process: _Process, model: _Model) -> None:
         max_staleness=settings.max_staleness,
         truncated=settings.loss.truncated,
         truncation_penalty=settings.loss.truncation_penalty,
+        stale=settings.stale,
+        overlong_limit=config.rollout.max_episode_tokens,
+        overlong_buffer=settings.advantage.overlong_buffer,
+        overlong_penalty=settings.advantage.overlong_penalty,
+        degenerate_returns=settings.dynamic_sampling * settings.groups_per_step,
     )
     committer = Committer(
         checkpoints=model.checkpoints,
@@ -278,17 +284,33 @@ def _load(config: Config, folder: Path) -> _Model:
         compute_dtype=settings.compute_dtype,
     )
     checkpoints = Checkpoints(config.run.path / "checkpoints", keep=settings.checkpoint.keep)
-    refers = settings.loss.kl_coefficient > 0
+    refers = settings.loss.refers
     fresh: TrainState = learner.initial_state(parameters)
-    restored = checkpoints.restore(fresh, with_reference=refers)
+    critic = None
+    if settings.critic:
+        critic = Critic(
+            decoder_config,
+            mesh,
+            settings=settings.critic,
+            loss=settings.loss,
+            steps=settings.steps,
+            updates_per_step=settings.minibatches,
+            compute_dtype=settings.compute_dtype,
+        )
+        critic.start_from(parameters)
+    restored = checkpoints.restore(fresh, with_reference=refers, critic=critic.state if critic else None)
+    if critic and restored and restored.critic:
+        critic.state = restored.critic
     policy = Policy(
         learner,
         restored.state if restored else fresh,
         max_row_tokens=settings.max_row_tokens,
         buckets=buckets,
         minibatches=settings.minibatches,
-        proximal=settings.loss.correction == "token_tis",
+        advantage=settings.advantage,
+        loss=settings.loss,
         reference=(restored.reference if restored else parameters) if refers else None,
+        critic=critic,
     )
     notes = restored.notes if restored else None
     return _Model(decoder_config, folder, mesh, buckets, learner, policy, checkpoints, notes)
@@ -362,6 +384,13 @@ def main() -> None:
         "--metrics-listen", default="0.0.0.0:7001", metavar="HOST:PORT", help="Prometheus; default %(default)s"
     )
     parser.add_argument(
+        "--bulk-listen",
+        default="",
+        metavar="HOST:PORT",
+        help="where to send the bytes of weights over plain TCP, beside gRPC; unused under security.tls (nowhere)",
+    )
+    parser.add_argument("--health-listen", default="", metavar="HOST:PORT", help=rpc.HEALTH_LISTEN_HELP)
+    parser.add_argument(
         "--stay", action="store_true", help="when the run has ended, serve its last weights until SIGTERM; do not exit"
     )
     arguments = parser.parse_args()
@@ -370,11 +399,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    parser.add_argument("--health-listen", default="", metavar="HOST:PORT", help=rpc.HEALTH_LISTEN_HELP)
-    parser.add_argument(
-        "--bulk-listen",
-        default="",
-        metavar="HOST:PORT",
-        help="where to send the bytes of weights over plain TCP, beside gRPC; unused under security.tls (nowhere)",
-    )
-    parser.add_argument("--health-listen", default="", metavar="HOST:PORT", help=rpc.HEALTH_LISTEN_HELP)

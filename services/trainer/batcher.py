@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -23,13 +23,14 @@ from headrace import trajectory as records
 from headrace.stream import GroupEntry
 from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
-from services.trainer.advantage import group_advantages
+from services.trainer.advantage import overlong_penalty
+from services.trainer.credit import Comparison
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
 from services.trainer.lineage import Lineage
 from services.trainer.packing import Sample
 from services.trainer.patience import Patience
-from services.trainer.returns import LEFT_OVER, MALFORMED, TOO_FEW_TRAINABLE, TOO_STALE, Returns
+from services.trainer.returns import DEGENERATE, LEFT_OVER, MALFORMED, TOO_FEW_TRAINABLE, TOO_STALE, Returns
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.task_order import sequence_number
 
@@ -51,6 +52,14 @@ class Rules:
     # What becomes of truncated trajectories: as config.Loss says.
     truncated: Literal["keep", "mask", "penalise"]
     truncation_penalty: float
+    # What becomes of tokens that are older than max_staleness: as config.Trainer says.
+    stale: Literal["drop", "mask"] = "drop"
+    # Overlong shaping, as config.Advantage says; the limit is rollout.max_episode_tokens.
+    overlong_limit: int = 0
+    overlong_buffer: int = 0
+    overlong_penalty: float = 0.0
+    # Degenerate groups that one step may give back.
+    degenerate_returns: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,20 +68,28 @@ class LearnableGroup:
 
     entry_id: str
     size_bytes: int
+    gateway: str
     task: pb.Task
-    samples: tuple[Sample, ...]
+    # Its trainable trajectories, G of them.
+    comparison: Comparison
     # Of the G trajectories, as the environment gave them.
     rewards: tuple[float, ...]
-    # Whether all that is compared is equal, so that every advantage is 0.
+    # Whether all that is compared is equal, so that nothing tells one trajectory from another.
     degenerate: bool
     # Of the G trajectories.
     truncated: int
     oldest_version: int
-    gateway: str
     newest_version: int
-    # Updates between the weights that sampled the samples' tokens and the current ones: of the oldest, and summed.
+    # Updates between the weights that sampled the tokens in the loss and the current ones: of the oldest, and summed.
     age_max: int
     age_sum: int
+    # Tokens that were too old for the loss.
+    stale_tokens: int = 0
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """What enters the loss."""
+        return self.comparison.kept_samples
 
     @property
     def action_tokens(self) -> int:
@@ -113,17 +130,19 @@ def learnable(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int)
     ages = np.concatenate([np.asarray(samples[number].ages)[samples[number].action_mask] for number in kept])
     if not any(in_loss) or (rules.stale == "drop" and ages.max() > rules.max_staleness):
         raise Unfit(
-            TOO_STALE, f"its oldest token is {max(ages)} updates old, at most {rules.max_staleness} are allowed"
+            TOO_STALE, f"its oldest token is {ages.max()} updates old, at most {rules.max_staleness} are allowed"
         )
-    rewards = [_reward(trajectory) for trajectory in compared]
-    advantages = group_advantages([_shaped(*pair, rules) for pair in zip(rewards, compared, strict=True)])
+    young = ages[ages <= rules.max_staleness]
+    versions = np.concatenate([sample.versions[sample.action_mask] for sample in comparison.kept_samples])
+    shaped = [np.asarray(sample.rewards) for sample in samples]
     return LearnableGroup(
         entry_id=entry.entry_id,
         size_bytes=len(entry.payload),
+        gateway=group.gateway,
         task=group.task,
-        samples=tuple(to_sample(compared[number], float(advantages[number])) for number in kept),
-        rewards=tuple(rewards),
-        degenerate=not advantages.any(),
+        comparison=comparison,
+        rewards=tuple(_reward(trajectory) for trajectory in compared),
+        degenerate=len({float(rewards.sum()) for rewards in shaped}) == 1,
         truncated=sum(trajectory.truncated for trajectory in compared),
         oldest_version=int(versions.min()),
         newest_version=int(versions.max()),
@@ -139,7 +158,6 @@ def parse(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int) -> 
         group = pb.TrajectoryGroup.FromString(entry.payload)
     except DecodeError as error:
         raise RecordError("payload is no TrajectoryGroup") from error
-        gateway=group.gateway,
     try:
         records.check_group(group, run_id=rules.run_id, vocabulary_size=rules.vocabulary_size)
     except OverflowError as error:
@@ -160,9 +178,11 @@ def parse(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int) -> 
     return group
 
 
-def to_sample(trajectory: pb.Trajectory, advantage: float = 0.0) -> Sample:
+def to_sample(trajectory: pb.Trajectory) -> Sample:
     """The trajectory as the loss sees it, up to its last action."""
-    token_ids, mask, logprobs, versions = [], [], [], []
+    token_ids, mask, logprobs, versions, ends = [], [], [], [], []
+    length, early = 0, 0.0
+    rewards: list[float] = []
     for turn in trajectory.turns:
         observed, acted = records.token_ids(turn.observation_token_ids), records.token_ids(turn.action_token_ids)
         sampled = records.logprobs(turn.action_logprobs)
@@ -172,15 +192,27 @@ def to_sample(trajectory: pb.Trajectory, advantage: float = 0.0) -> Sample:
         logprobs += [np.zeros(observed.size + acted.size - sampled.size, np.float32), sampled]
         sampled_by = records.versions(turn)
         versions += [np.full(observed.size + acted.size - sampled_by.size, -1, np.int64), sampled_by]
+        length += observed.size + acted.size
+        if acted.size:
+            ends.append(length - 1)
+            rewards.append(early if not rewards else 0.0)
+        # A turn without an action gives its reward to the action before it, or to the first one.
+        if rewards:
+            rewards[-1] += turn.reward
+        else:
+            early += turn.reward
     masks = np.concatenate(mask)
-    end = int(np.flatnonzero(masks)[-1]) + 1
+    end = ends[-1] + 1
+    at_tokens, turn_ends = np.zeros(end), np.zeros(end, bool)
+    at_tokens[ends], turn_ends[ends] = rewards, True
     return Sample(
         trajectory_id=trajectory.trajectory_id,
         token_ids=np.concatenate(token_ids)[:end],
         action_mask=masks[:end],
         behaviour_logprobs=np.concatenate(logprobs)[:end],
         versions=np.concatenate(versions)[:end],
-        advantage=advantage,
+        rewards=at_tokens,
+        turn_ends=turn_ends,
     )
 
 
@@ -190,6 +222,11 @@ class Batcher:
     def __init__(self, inbox: Inbox, feeder: Feeder, lineage: Lineage, returns: Returns, rules: Rules):
         self._inbox, self._feeder, self._lineage, self._returns, self._rules = inbox, feeder, lineage, returns, rules
         self._patience = Patience()
+        self._degenerate_returns = 0
+
+    def begin_step(self) -> None:
+        """Lets the next step give back as many degenerate groups as rules allow."""
+        self._degenerate_returns = 0
 
     async def groups(self, count: int, watch: Stopwatch) -> AsyncIterator[list[LearnableGroup]]:
         """Yields exactly `count` groups, as they arrive, oldest first; an empty list when none came for a while."""
@@ -213,7 +250,11 @@ class Batcher:
         admitted, failed = [], 0
         for entry in entries:
             try:
-                admitted.append(learnable(entry, self._rules, self._lineage, cursor=self._feeder.cursor))
+                group = learnable(entry, self._rules, self._lineage, cursor=self._feeder.cursor)
+                if group.degenerate and self._degenerate_returns < self._rules.degenerate_returns:
+                    self._degenerate_returns += 1
+                    raise Unfit(DEGENERATE, "all its rewards are equal")
+                admitted.append(group)
             except RecordError as error:
                 await self._set_aside(entry, error)
                 failed += 1

@@ -42,6 +42,7 @@ class Restored:
 
     state: TrainState
     reference: Parameters | None
+    critic: TrainState | None
     notes: Notes
 
 
@@ -59,17 +60,21 @@ class Checkpoints:
         """Step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, state: TrainState, reference: Parameters | None, notes: Notes) -> None:
+    def save(
+        self, state: TrainState, reference: Parameters | None, notes: Notes, *, critic: TrainState | None = None
+    ) -> None:
         """Returns once the checkpoint is durable. A step that has one keeps it."""
         if self.newest_step == notes.step:
             return
         items: dict[str, Any] = {"state": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave(_to_json(notes))}
         if reference is not None:
             items["reference"] = ocp.args.StandardSave(reference)
+        if critic is not None:
+            items["critic"] = ocp.args.StandardSave(critic)
         self._manager.save(notes.step, args=ocp.args.Composite(**items))
 
-    def restore(self, state: TrainState, *, with_reference: bool) -> Restored | None:
-        """The newest checkpoint, laid out as `state`; None when there is none.
+    def restore(self, state: TrainState, *, with_reference: bool, critic: TrainState | None = None) -> Restored | None:
+        """The newest checkpoint, laid out as `state`, and as `critic` if the run has one; None when there is none.
 
         Raises:
             StartupError: it is of another model, or cannot be read.
@@ -81,6 +86,8 @@ class Checkpoints:
         items: dict[str, Any] = {"state": ocp.args.StandardRestore(shapes), "notes": ocp.args.JsonRestore()}
         if with_reference:
             items["reference"] = ocp.args.StandardRestore(shapes.parameters)
+        if critic is not None:
+            items["critic"] = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, critic))
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, KeyError, OSError) as error:
@@ -89,7 +96,9 @@ class Checkpoints:
                 " was the model or the loss changed? set another run.id or remove the folder"
             ) from error
         log.info("restored the checkpoint of step %d", step)
-        return Restored(restored["state"], restored.get("reference"), _from_json(restored["notes"]))
+        return Restored(
+            restored["state"], restored.get("reference"), restored.get("critic"), _from_json(restored["notes"])
+        )
 
 
 def _to_json(notes: Notes) -> dict[str, Any]:

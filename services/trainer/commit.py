@@ -56,6 +56,12 @@ class Committer:
             learned_ids=learned,
             trained_groups=self._status.trained_groups,
         )
-        await self._compute(self._checkpoints.save, self._policy.state, self._policy.reference, notes)
+        await self._compute(self._save, notes)
         await self._inbox.acknowledge(learned)
         self._ledger.forget(learned)
+
+    def _save(self, notes: Notes) -> None:
+        critic = self._policy.critic
+        self._checkpoints.save(
+            self._policy.state, self._policy.reference, notes, critic=critic.state if critic else None
+        )

@@ -88,6 +88,7 @@ class Loop:
     async def _step(self, stop: asyncio.Event) -> None:
         watch, grace = self._watch, _Grace(stop)
         groups: list[LearnableGroup] = []
+        self._batcher.begin_step()
         for _ in range(self._settings.minibatches):
             self._status.phase = pb.TRAINER_PHASE_WAITING
             async for arrived in self._batcher.groups(self._groups_per_minibatch, watch):
@@ -97,11 +98,10 @@ class Loop:
                     if self._policy.between_steps:
                         return
                     raise Interrupted
-                samples = [sample for group in arrived for sample in group.samples]
-                await self._compute(self._policy.add, samples, watch)
+                await self._compute(self._policy.add, [group.comparison for group in arrived], watch)
             self._status.phase = pb.TRAINER_PHASE_TRAINING
             await self._compute(self._policy.update, watch)
-        measured = await self._compute(self._policy.end_step)
+        measured = await self._compute(self._policy.end_step, self._status.step + 1)
         self._status.step += 1
         self._status.trained_groups += len(groups)
         self._ledger.learn(

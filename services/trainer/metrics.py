@@ -14,11 +14,12 @@ import jax.numpy as jnp
 class Metrics:
     """Over action tokens, each float32[] on the device: fields that end in _max are maxima, all others sums.
 
-    pi is the policy that is trained, mu the sampler; "start" is pi at the start of the step where it was computed
-    (token_tis), else pi itself.
+    pi is the policy that is trained, mu the sampler; "start" is pi at the start of the step where the loss has its
+    logprobs or an estimate of them (anchor), else pi itself.
     """
 
     tokens: jax.Array  # number of action tokens
+    denominator: jax.Array  # what the loss is divided by, as its aggregation has it
     loss: jax.Array  # the whole loss
     entropy: jax.Array  # of pi, nats
     clipped_low: jax.Array  # tokens whose ratio met the lower clip
@@ -30,9 +31,9 @@ class Metrics:
     sampler_kl: jax.Array  # k3 estimate of KL(mu || pi)
     importance: jax.Array  # pi / mu
     importance_squared: jax.Array
-    tis_weight: jax.Array  # truncated start / mu; 1 without token_tis
-    tis_capped: jax.Array  # tokens whose weight met the cap
-    reference_kl: jax.Array  # k3 estimate of KL(pi || reference); 0 without a reference
+    correction_weight: jax.Array  # what the off-policy correction multiplies the loss with; 1 without one
+    rejected: jax.Array  # tokens that it takes out of the loss
+    reference_kl: jax.Array  # estimate of KL(pi || reference); 0 without a reference
 
     @staticmethod
     def zeros() -> Metrics:
@@ -51,9 +52,11 @@ class Metrics:
             field.name: float(getattr(values, field.name)) / (1.0 if field.name.endswith("_max") else tokens)
             for field in dataclasses.fields(self)
         }
+        named["loss"] = float(values.loss) / max(float(values.denominator), 1.0)
         # Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2).
         squared = named.pop("importance_squared")
         named["effective_sample_fraction"] = named["importance"] ** 2 / squared if squared else 0.0
+        del named["denominator"]
         return {**named, "tokens": float(values.tokens)}
 
 

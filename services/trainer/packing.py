@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,12 @@ class Sample:
     action_mask: np.ndarray  # bool[T], True where the policy sampled the token; never at 0
     behaviour_logprobs: np.ndarray  # float32[T], of the token at the same place; anything, also NaN, where masked
     versions: np.ndarray  # int64[T], policy_version that sampled the token; anything where masked
-    advantage: float = 0.0  # of every action token; unused by supervised training
+    advantage: np.ndarray | float = 0.0  # float32[T], or of every action token; unused by supervised training
+    ages: np.ndarray | int = 0  # int64[T], or of every action token: updates between its weights and the current ones
+    rewards: np.ndarray | float = 0.0  # float64[T]: a turn's at its last action token; what the credit is made of
+    turn_ends: np.ndarray | None = None  # bool[T]: last action token of each turn, masked ones too; None: of each run
+    values: np.ndarray | float = 0.0  # float32[T], the critic's at the start of the step
+    returns: np.ndarray | float = 0.0  # float32[T], what the critic is to learn
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,9 @@ class Microbatch:
     action_mask_BT: np.ndarray  # bool
     behaviour_logprobs_BT: np.ndarray  # float32, of the token at the same place; anything outside actions
     advantages_BT: np.ndarray  # float32, 0 outside actions
+    ages_BT: np.ndarray  # float32, 0 outside actions
+    values_BT: np.ndarray  # float32, 0 outside actions
+    returns_BT: np.ndarray  # float32, 0 outside actions
 
     @property
     def action_tokens(self) -> int:
@@ -60,14 +69,31 @@ def pack(samples: Sequence[Sample], *, max_row_tokens: int, buckets: Sequence[in
     Raises:
         ValueError: a trajectory is longer than a row, has arrays of unequal length, or samples its first token.
     """
+    return [microbatch for microbatch, _ in placed(samples, max_row_tokens=max_row_tokens, buckets=buckets)]
+
+
+class Place(NamedTuple):
+    """Where a sample lies in its microbatch."""
+
+    sample: int
+    row: int
+    start: int
+
+
+def placed(
+    samples: Sequence[Sample], *, max_row_tokens: int, buckets: Sequence[int]
+) -> list[tuple[Microbatch, list[Place]]]:
+    """`pack`, and where each sample came to lie."""
     for sample in samples:
         _check(sample, max_row_tokens)
-    rows = _first_fit(sorted(samples, key=lambda sample: -len(sample.token_ids)), max_row_tokens)
+    order = sorted(range(len(samples)), key=lambda number: -len(samples[number].token_ids))
+    rows = _first_fit(samples, order, max_row_tokens)
     most = buckets[-1]
     microbatches = []
     for start in range(0, len(rows), most):
         part = rows[start : start + most]
-        microbatches.append(_fill(part, next(size for size in buckets if size >= len(part)), max_row_tokens))
+        size = next(size for size in buckets if size >= len(part))
+        microbatches.append(_fill(samples, part, size, max_row_tokens))
     return microbatches
 
 
@@ -104,19 +130,21 @@ def _check(sample: Sample, row_tokens: int) -> None:
         raise ValueError(f"trajectory {sample.trajectory_id} samples its first token: nothing predicts it")
 
 
-def _first_fit(samples: Sequence[Sample], row_tokens: int) -> list[list[Sample]]:
-    free = np.full(len(samples), row_tokens)
-    rows: list[list[Sample]] = []
-    for sample in samples:
-        row = int(np.argmax(free >= len(sample.token_ids)))
+def _first_fit(samples: Sequence[Sample], order: Sequence[int], row_tokens: int) -> list[list[int]]:
+    free = np.full(len(order), row_tokens)
+    rows: list[list[int]] = []
+    for number in order:
+        row = int(np.argmax(free >= len(samples[number].token_ids)))
         if row == len(rows):
             rows.append([])
-        rows[row].append(sample)
-        free[row] -= len(sample.token_ids)
+        rows[row].append(number)
+        free[row] -= len(samples[number].token_ids)
     return rows
 
 
-def _fill(rows: Sequence[Sequence[Sample]], size: int, row_tokens: int) -> Microbatch:
+def _fill(
+    samples: Sequence[Sample], rows: Sequence[Sequence[int]], size: int, row_tokens: int
+) -> tuple[Microbatch, list[Place]]:
     shape = (size, row_tokens)
     microbatch = Microbatch(
         tokens_BT=np.zeros(shape, np.int32),
@@ -125,15 +153,27 @@ def _fill(rows: Sequence[Sequence[Sample]], size: int, row_tokens: int) -> Micro
         action_mask_BT=np.zeros(shape, bool),
         behaviour_logprobs_BT=np.zeros(shape, np.float32),
         advantages_BT=np.zeros(shape, np.float32),
+        ages_BT=np.zeros(shape, np.float32),
+        values_BT=np.zeros(shape, np.float32),
+        returns_BT=np.zeros(shape, np.float32),
     )
+    places = []
     for index, row in enumerate(rows):
         start = 0
-        for segment, sample in enumerate(row, start=1):
+        for segment, number in enumerate(row, start=1):
+            sample = samples[number]
+            places.append(Place(number, index, start))
             at = (index, slice(start, start := start + len(sample.token_ids)))
             microbatch.tokens_BT[at] = sample.token_ids
             microbatch.positions_BT[at] = np.arange(len(sample.token_ids))
             microbatch.segment_ids_BT[at] = segment
             microbatch.action_mask_BT[at] = sample.action_mask
             microbatch.behaviour_logprobs_BT[at] = sample.behaviour_logprobs
-            microbatch.advantages_BT[at] = np.where(sample.action_mask, np.float32(sample.advantage), 0)
-    return microbatch
+            for array_BT, values in (
+                (microbatch.advantages_BT, sample.advantage),
+                (microbatch.ages_BT, sample.ages),
+                (microbatch.values_BT, sample.values),
+                (microbatch.returns_BT, sample.returns),
+            ):
+                array_BT[at] = np.where(sample.action_mask, values, 0)
+    return microbatch, places

@@ -1,20 +1,29 @@
 """The policy that is being trained: its state on the device, and the step in progress.
 
-    begin_step ── add(samples) … update ── add(samples) … update ── end_step       one `update` a minibatch
+    begin_step ── add(groups) … update ── add(groups) … update ── end_step       one `update` a minibatch
 
 Every method blocks until the device is done, so the time that it takes is the time that the device works. Call them
 from the compute thread, one at a time.
+
+A group's trajectories get their advantages as soon as it arrives and go to the device when they fill a microbatch. An
+estimator that looks at a whole minibatch (`credit.normalises`) makes them wait for `update`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from headrace import config
+from services.trainer.credit import Comparison, credited, normalises
+from services.trainer.critic import Critic
+from services.trainer.divergence import divergence
 from services.trainer.model.decoder import Parameters
-from services.trainer.packing import Microbatch, Sample, pack
+from services.trainer.packing import Microbatch, Sample, pack, placed
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.train import Learner, Metrics, TrainState, Update, merge
 
@@ -30,38 +39,49 @@ class Policy:
         max_row_tokens: int,
         buckets: tuple[int, ...],
         minibatches: int = 1,
-        proximal: bool = False,
+        advantage: config.Advantage | None = None,
+        loss: config.Loss | None = None,
         reference: Parameters | None = None,
+        critic: Critic | None = None,
     ):
         """
         Args:
             buckets: numbers of rows that a microbatch may have, ascending.
             minibatches: updates of one step.
-            proximal: whether the loss needs the logprobs of the policy at the start of the step.
+            advantage: how rewards become advantages.
+            loss: as the learner has it.
             reference: parameters that the loss measures a divergence from.
+            critic: the value model of estimator gae.
         """
-        self.state = state
-        self.reference = reference
+        self.state, self.critic = state, critic
         self._learner, self._max_row_tokens, self._buckets = learner, max_row_tokens, buckets
-        self._minibatches, self._proximal = minibatches, proximal
+        self._minibatches = minibatches
+        self._advantage, self._loss = advantage or config.Advantage(), loss or config.Loss()
+        self.reference = reference
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forgets the step in progress; the updates that it has made stay."""
+        self._held: list[Comparison] = []
         self._pending: list[Sample] = []
         self._sums = self._learner.zeros()
         self._measured = Metrics.zeros()
         self._updates: list[Update] = []
         self._padding: list[float] = []
-        self._anchor = self.state.parameters
-        if self._proximal and self._minibatches > 1:
-            self._anchor = jax.tree.map(jnp.copy, self.state.parameters)  # the updates consume the originals
+        self._divergences: list[float] = []  # mean over each trajectory, where it is a part of the reward
+        self._start = self.state.parameters
+        if self._loss.starts and self._minibatches > 1:
+            self._start = jax.tree.map(jnp.copy, self.state.parameters)  # the updates consume the originals
+        if self.critic:
+            self.critic.begin_step()
 
     def restart(self, state: TrainState) -> None:
-        """Goes on from another state, which a reference, if there is one, is taken from too."""
+        """Goes on from another state, which a reference and a critic, if there are, begin from too."""
         self.state = state
         if self.reference is not None:
             self.reference = jax.tree.map(jnp.copy, state.parameters)
+        if self.critic:
+            self.critic.start_from(state.parameters)
         self.begin_step()
 
     @property
@@ -69,25 +89,34 @@ class Policy:
         """Whether the parameters are those that the last step left."""
         return not self._updates
 
-    def add(self, samples: Sequence[Sample], watch: Stopwatch) -> None:
-        """Adds trajectories to the minibatch; what fills a microbatch goes to the device."""
-        for sample in samples:
-            waiting = sum(len(other.token_ids) for other in self._pending)
-            if waiting + len(sample.token_ids) > self._buckets[-1] * self._max_row_tokens:
-                self._flush(watch)
-            self._pending.append(sample)
+    def add(self, groups: Sequence[Comparison], watch: Stopwatch) -> None:
+        """Adds groups to the minibatch; what fills a microbatch goes to the device."""
+        if self._loss.refers and not self._loss.has_divergence:
+            with watch.measure("compute"):
+                groups = [self._with_divergence(group) for group in groups]
+        if normalises(self._advantage):
+            self._held += groups
+        else:
+            with watch.measure("packing"):
+                samples = credited(groups, self._advantage)
+            self._feed(samples, watch)
 
     def update(self, watch: Stopwatch) -> None:
         """Makes an update of what was added since the last one."""
+        if self._held:
+            self._feed(self._credited_together(watch), watch)
+            self._held = []
         self._flush(watch)
         with watch.measure("compute"):
             self._measured = merge(self._measured, self._sums.metrics)
             self.state, update = self._learner.apply(self.state, self._sums)
             self._sums = self._learner.zeros()
             self._updates.append(jax.block_until_ready(update))
+            if self.critic:
+                self.critic.update()
 
-    def end_step(self) -> dict[str, float]:
-        """What the step measured, by name; begins the next."""
+    def end_step(self, step: int = 0) -> dict[str, float]:
+        """What step number `step` measured, by name; begins the next."""
         measured = {
             **self._measured.summary(),
             "gradient_norm": _mean([float(update.gradient_norm) for update in self._updates]),
@@ -95,8 +124,22 @@ class Policy:
             "skipped_updates": float(sum(bool(update.skipped) for update in self._updates)),
             "padding_fraction": _mean(self._padding),
         }
+        if self._divergences:
+            measured["reference_kl"] = _mean(self._divergences)
+        if self.critic:
+            measured |= self.critic.end_step()
+        moves = self._loss.kl_reference_steps
+        if self.reference is not None and moves and step % moves == 0:
+            self.reference = jax.tree.map(jnp.copy, self.state.parameters)
         self.begin_step()
         return measured
+
+    def _feed(self, samples: Sequence[Sample], watch: Stopwatch) -> None:
+        for sample in samples:
+            waiting = sum(len(other.token_ids) for other in self._pending)
+            if waiting + len(sample.token_ids) > self._buckets[-1] * self._max_row_tokens:
+                self._flush(watch)
+            self._pending.append(sample)
 
     def _flush(self, watch: Stopwatch) -> None:
         with watch.measure("packing"):
@@ -109,9 +152,52 @@ class Policy:
             jax.block_until_ready(self._sums)
 
     def _accumulate(self, microbatch: Microbatch) -> None:
-        proximal = self._learner.logprobs(self._anchor, microbatch) if self._proximal else None
-        reference = self._learner.logprobs(self.reference, microbatch) if self.reference is not None else None
-        self._sums = self._learner.accumulate(self.state.parameters, self._sums, microbatch, proximal, reference)
+        start = self._learner.logprobs(self._start, microbatch) if self._loss.starts else None
+        reference = self._reference_logprobs(microbatch) if self._loss.has_divergence else None
+        progress = len(self._updates) / self._minibatches
+        self._sums = self._learner.accumulate(
+            self.state.parameters, self._sums, microbatch, start, reference, progress=progress
+        )
+        if self.critic:
+            self.critic.accumulate(microbatch)
+
+    def _credited_together(self, watch: Stopwatch) -> list[Sample]:
+        """The held groups' samples with the advantages that a whole minibatch gives them."""
+        if self.critic is None:
+            with watch.measure("packing"):
+                return credited(self._held, self._advantage)
+        samples = [sample for group in self._held for sample in group.kept_samples]
+        with watch.measure("compute"):
+            values = self._by_sample(samples, self.critic.values)
+        with watch.measure("packing"):
+            return self.critic.credited(samples, values, self._advantage)
+
+    def _with_divergence(self, group: Comparison) -> Comparison:
+        """The group with the sampler's divergence at each token taken off the reward."""
+
+        def estimate(microbatch: Microbatch) -> jax.Array:
+            sampled_BT = jnp.asarray(microbatch.behaviour_logprobs_BT)
+            return divergence(sampled_BT, self._reference_logprobs(microbatch), self._loss.kl_estimator)
+
+        samples = []
+        for sample, estimates in zip(group.samples, self._by_sample(group.samples, estimate), strict=True):
+            of_actions = np.where(sample.action_mask, estimates, 0)
+            self._divergences.append(float(of_actions.sum()) / max(int(sample.action_mask.sum()), 1))
+            samples.append(replace(sample, rewards=sample.rewards - self._loss.kl_coefficient * of_actions))
+        return replace(group, samples=tuple(samples))
+
+    def _reference_logprobs(self, microbatch: Microbatch) -> jax.Array:
+        assert self.reference is not None
+        return self._learner.logprobs(self.reference, microbatch)
+
+    def _by_sample(self, samples: Sequence[Sample], score: Callable[[Microbatch], jax.Array]) -> list[np.ndarray]:
+        """float32[T] for each sample: what `score` gives at its tokens."""
+        scores: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
+        for microbatch, places in placed(samples, max_row_tokens=self._max_row_tokens, buckets=self._buckets):
+            values_BT = np.asarray(score(microbatch))
+            for number, row, start in places:
+                scores[number] = values_BT[row, start : start + len(samples[number].token_ids)]
+        return scores
 
 
 def _mean(values: Sequence[float]) -> float:

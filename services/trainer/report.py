@@ -43,7 +43,7 @@ class StepReport:
     reward_mean: float
     reward_mean_by_environment: Mapping[str, float]
     groups: int
-    # Share of the groups whose advantages are all 0.
+    # Share of the groups whose rewards are all equal.
     degenerate_fraction: float
     trajectories: int
     truncated_fraction: float
@@ -53,6 +53,8 @@ class StepReport:
     # Ages of the trained tokens, in updates.
     staleness_mean: float
     staleness_max: int
+    # Tokens that were too old for the loss, by environment.
+    stale_tokens_by_environment: Mapping[str, int]
     outstanding_tickets: int
     # Since the run began, by reason.
     returned_groups: Mapping[str, int]
@@ -62,12 +64,14 @@ class StepReport:
     def scalars(self) -> dict[str, float]:
         """Every number by name."""
         fields = {**vars(self)}
-        by_environment, returned, measured = (
-            fields.pop(name) for name in ("reward_mean_by_environment", "returned_groups", "measured")
+        by_environment, stale, returned, measured = (
+            fields.pop(name)
+            for name in ("reward_mean_by_environment", "stale_tokens_by_environment", "returned_groups", "measured")
         )
         return {
             **fields,
             **{f"reward_mean/{name}": value for name, value in by_environment.items()},
+            **{f"stale_tokens/{name}": value for name, value in stale.items()},
             **{f"returned_groups/{name}": value for name, value in returned.items()},
             **measured,
         }
@@ -81,6 +85,9 @@ def step_report(
     by_environment: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         by_environment[group.task.environment] += group.rewards
+    stale: defaultdict[str, int] = defaultdict(int)
+    for group in groups:
+        stale[group.task.environment] += group.stale_tokens
     tokens = sum(group.action_tokens for group in groups)
     step_s = watch.total_s
     status.reward_mean = _mean(rewards)
@@ -109,6 +116,7 @@ def step_report(
         action_tokens_per_s=tokens / step_s,
         staleness_mean=status.staleness_mean,
         staleness_max=status.staleness_max,
+        stale_tokens_by_environment=stale,
         outstanding_tickets=status.outstanding_tickets,
         returned_groups=status.returned_by_reason(),
         measured=measured,
@@ -126,6 +134,7 @@ class Reporter:
     def write(self, report: StepReport) -> None:
         """Adds a line and the curves' next points."""
         scalars = report.scalars()
+        exposition.count(report)
         self._journal.append({name: _plain(value) for name, value in scalars.items()})
         if self._board:
             for name, value in scalars.items():
@@ -134,7 +143,6 @@ class Reporter:
         log.info(
             "step %d: reward %.3f, staleness %.2f (max %d), idle %.0f %%, %.0f tokens/s",
             report.step,
-        exposition.count(report)
             report.reward_mean,
             report.staleness_mean,
             report.staleness_max,

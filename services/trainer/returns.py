@@ -20,6 +20,7 @@ MALFORMED = "malformed"
 TOO_STALE = "too_stale"
 TOO_FEW_TRAINABLE = "too_few_trainable"
 LEFT_OVER = "left_over"
+DEGENERATE = "degenerate"
 
 
 class Returns:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from headrace.config import ConfigError
 
 # Axes of each matrix [out, in] by the last part of its module's name; norms are replicated.
-_MATRICES = {
+_MATRICES: dict[str, tuple[str | None, ...]] = {
     "embed_tokens": ("tensor", "fsdp"),
     "lm_head": ("tensor", "fsdp"),
     "q_proj": ("tensor", "fsdp"),
@@ -25,6 +25,7 @@ _MATRICES = {
     "up_proj": ("tensor", "fsdp"),
     "o_proj": ("fsdp", "tensor"),
     "down_proj": ("fsdp", "tensor"),
+    "value_head": (None, "fsdp"),
 }
 
 

@@ -4,11 +4,11 @@
     for each minibatch:
         sums = learner.zeros()
         for each microbatch:
-            sums = learner.accumulate(state.parameters, sums, microbatch, proximal, reference)
+            sums = learner.accumulate(state.parameters, sums, microbatch, start, reference)
         metrics = merge(metrics, sums.metrics)
         state, update = learner.apply(state, sums)
 
-Sums are unreduced and float32; `apply` divides once by the number of action tokens, so the result does not depend on
+Sums are unreduced and float32; `apply` divides once by what the loss is averaged over, so the result does not depend on
 how trajectories were split into microbatches. Functions that say that they consume an argument hand its buffers on: the
 argument must not be used again.
 """
@@ -29,14 +29,14 @@ from headrace import config
 from services.trainer import optimizer as adamw
 from services.trainer import sharding
 from services.trainer.logprob import token_logprobs
-from services.trainer.loss import cross_entropy, policy_loss
+from services.trainer.loss import LossInputs, cross_entropy, policy_loss
 from services.trainer.metrics import Metrics, merge
 from services.trainer.model import decoder
 from services.trainer.model.config import DecoderConfig
 from services.trainer.model.decoder import Parameters
 from services.trainer.packing import Microbatch
 
-__all__ = ["Learner", "Metrics", "Sums", "TrainState", "Update", "merge"]
+__all__ = ["Learner", "Metrics", "Sums", "TrainState", "Update", "apply_update", "merge"]
 
 jax.tree_util.register_dataclass(Microbatch)
 
@@ -107,17 +107,23 @@ class Learner:
         )
 
         def policy_loss_sum(
-            parameters: Parameters, batch: Microbatch, proximal_BT: jax.Array | None, reference_BT: jax.Array | None
+            parameters: Parameters,
+            batch: Microbatch,
+            start_BT: jax.Array | None,
+            reference_BT: jax.Array | None,
+            progress: jax.Array,
         ) -> tuple[jax.Array, Metrics]:
-            return policy_loss(
-                *score(parameters, batch),
-                jnp.asarray(batch.action_mask_BT),
-                behaviour_logprobs_BT=jnp.asarray(batch.behaviour_logprobs_BT),
-                advantages_BT=jnp.asarray(batch.advantages_BT),
-                proximal_logprobs_BT=proximal_BT,
-                reference_logprobs_BT=reference_BT,
-                settings=loss,
+            inputs = LossInputs(
+                mask=jnp.asarray(batch.action_mask_BT),
+                segment_ids=jnp.asarray(batch.segment_ids_BT),
+                advantages=jnp.asarray(batch.advantages_BT),
+                behaviour_logprobs=jnp.asarray(batch.behaviour_logprobs_BT),
+                ages=jnp.asarray(batch.ages_BT),
+                start_logprobs=start_BT,
+                reference_logprobs=reference_BT,
+                progress=progress,
             )
+            return policy_loss(*score(parameters, batch), inputs, loss)
 
         def cross_entropy_sum(parameters: Parameters, batch: Microbatch) -> tuple[jax.Array, Metrics]:
             return cross_entropy(*score(parameters, batch), jnp.asarray(batch.action_mask_BT))
@@ -134,7 +140,7 @@ class Learner:
         # Parameters may be published or be a reference's while they are read here: only what is owned is donated.
         self._accumulate = jax.jit(
             functools.partial(_accumulate, policy_loss_sum),
-            in_shardings=(by_name, sums, rows, rows, rows),
+            in_shardings=(by_name, sums, rows, rows, rows, one),
             out_shardings=sums,
             donate_argnums=1,
         )
@@ -148,7 +154,7 @@ class Learner:
             lambda parameters, batch: score(parameters, batch)[0], in_shardings=(by_name, rows), out_shardings=rows
         )
         self._apply = jax.jit(
-            functools.partial(_apply, self._optimizer, rate),
+            functools.partial(apply_update, self._optimizer, rate),
             in_shardings=(state, by_name, one),
             out_shardings=(state, one),
             donate_argnums=0,
@@ -171,23 +177,28 @@ class Learner:
         parameters: Parameters,
         sums: Sums,
         microbatch: Microbatch,
-        proximal_logprobs_BT: jax.Array | None = None,
+        start_logprobs_BT: jax.Array | None = None,
         reference_logprobs_BT: jax.Array | None = None,
+        *,
+        progress: float = 0.0,
     ) -> Sums:
         """Adds the policy loss's gradient over a microbatch. Consumes `sums`.
 
         Args:
-            proximal_logprobs_BT: `logprobs` of the microbatch at the start of the step; needed by token_tis.
-            reference_logprobs_BT: `logprobs` under the reference's parameters; needed when kl_coefficient > 0.
+            start_logprobs_BT: `logprobs` of the microbatch at the start of the step; needed by anchor "start".
+            reference_logprobs_BT: `logprobs` under the reference's parameters; needed by a divergence in the loss.
+            progress: share of the step's updates that are made, 0 to below 1; read by anchor "interpolated".
         """
-        return self._accumulate(parameters, sums, microbatch, proximal_logprobs_BT, reference_logprobs_BT)
+        return self._accumulate(
+            parameters, sums, microbatch, start_logprobs_BT, reference_logprobs_BT, jnp.float32(progress)
+        )
 
     def accumulate_supervised(self, parameters: Parameters, sums: Sums, microbatch: Microbatch) -> Sums:
         """Adds the gradient of the cross entropy of the action tokens. Consumes `sums`."""
         return self._accumulate_supervised(parameters, sums, microbatch)
 
     def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Update]:
-        """One update from the sums, divided by their number of action tokens. Consumes `state`.
+        """One update from the sums, divided by their denominator. Consumes `state`.
 
         No action token, or a loss or gradient that is not finite, leaves parameters, optimizer and the schedule's count
         as they are and is counted in `skipped`.
@@ -239,16 +250,17 @@ def _accumulate(
     return Sums(jax.tree.map(jnp.add, sums.gradients, gradients), merge(sums.metrics, measured))
 
 
-def _apply(
+def apply_update(
     optimizer: optax.GradientTransformation,
     rate: adamw.Schedule,
     state: TrainState,
     gradient_sums: Parameters,
     measured: Metrics,
 ) -> tuple[TrainState, Update]:
-    gradients = jax.tree.map(lambda total: total / jnp.maximum(measured.tokens, 1), gradient_sums)
+    """The state after one update from gradient sums; see `Learner.apply`. For a jitted function."""
+    gradients = jax.tree.map(lambda total: total / jnp.maximum(measured.denominator, 1), gradient_sums)
     norm = optax.global_norm(gradients)
-    usable = jnp.isfinite(norm) & jnp.isfinite(measured.loss) & (measured.tokens > 0)
+    usable = jnp.isfinite(norm) & jnp.isfinite(measured.loss) & (measured.denominator > 0)
     changes, moments = optimizer.update(gradients, state.optimizer, state.parameters)
     changed = optax.apply_updates(state.parameters, changes)
     keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(usable, new, old))

@@ -6,11 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from headrace import stream
+from headrace import config, stream
 from headrace.stream import GroupEntry
 from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
 from services.trainer.batcher import Batcher, Rules, Unfit, learnable, to_sample
+from services.trainer.credit import credited
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
 from services.trainer.journal import Journal
@@ -51,7 +52,10 @@ def test_a_group_becomes_samples_with_advantages():
     np.testing.assert_array_equal(x.action_mask, [False, False, True, True])
     np.testing.assert_array_equal(x.behaviour_logprobs, [0, 0, -1, -1])
     np.testing.assert_array_equal(x.versions, [-1, -1, 2, 3])
-    assert (x.advantage, y.advantage) == pytest.approx((-math.sqrt(0.5), math.sqrt(0.5)), abs=1e-5)
+    np.testing.assert_array_equal(x.ages, [0, 0, 1, 0])
+    np.testing.assert_array_equal(y.rewards, [0, 0, 0, 1])
+    credit = credited([result.comparison], config.Advantage())
+    assert [sample.advantage for sample in credit] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-5)
     assert (result.age_max, result.age_sum, result.oldest_version, result.newest_version) == (1, 1, 2, 3)
     assert result.rewards == (0, 1)
     assert result.action_tokens == 4
@@ -61,7 +65,7 @@ def test_a_group_becomes_samples_with_advantages():
 def test_equal_rewards_are_no_signal_but_count():
     result = verdict(ordinary(TASK, version=3, rewards=[0.1] * 3))
     assert result.degenerate
-    assert [sample.advantage for sample in result.samples] == [0, 0, 0]
+    assert [sample.advantage for sample in credited([result.comparison], config.Advantage())] == [0, 0, 0]
 
 
 def test_an_observation_after_the_last_action_is_left_out():
@@ -92,7 +96,8 @@ def test_truncated_trajectories_as_configured(truncated, ids, rising):
     assert result.rewards == (0, 1, 1.25)
     assert result.truncated == 1
     if "z" in ids:
-        assert (result.samples[2].advantage > result.samples[1].advantage) == rising
+        _, whole_one, cut_one = credited([result.comparison], config.Advantage())
+        assert (cut_one.advantage > whole_one.advantage) == rising
 
 
 def test_a_group_of_which_nothing_is_left_in_the_loss_is_returned():

@@ -74,7 +74,11 @@ async def test_bad_groups_cost_a_ticket_each_and_are_told(streams, redis_url, tm
 
 
 async def test_minibatches_are_updates_of_their_own(streams, redis_url, tmp_path):
-    changes = {"groups_per_step": 4, "minibatches": 2, "loss": {"correction": "token_tis", "kl_coefficient": 0.1}}
+    changes = {
+        "groups_per_step": 4,
+        "minibatches": 2,
+        "loss": {"anchor": "start", "correction": "token_tis", "kl_coefficient": 0.1},
+    }
     with rig.trainer(rig.run_file(tmp_path, redis_url, **changes)) as trainer:
         async with rig.serving(streams):
             assert await trainer.ended() == 0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.trainer.packing import Sample, pack, row_buckets
+from services.trainer.packing import Sample, pack, placed, row_buckets
 
 
 def sample(name: str, length: int, *, first: int = 0, advantage: float = 0.0) -> Sample:
@@ -46,7 +46,21 @@ def test_dtypes_are_those_that_the_step_is_compiled_for():
         "action_mask_BT": "bool",
         "behaviour_logprobs_BT": "float32",
         "advantages_BT": "float32",
+        "ages_BT": "float32",
+        "values_BT": "float32",
+        "returns_BT": "float32",
     }
+
+
+def test_tells_where_each_sample_came_to_lie():
+    samples = [sample(str(number), 2 + number % 4) for number in range(9)]
+    found = {}
+    for microbatch, places in placed(samples, max_row_tokens=6, buckets=(1, 2)):
+        for number, row, start in places:
+            found[number] = microbatch.tokens_BT[row, start : start + len(samples[number].token_ids)]
+    assert sorted(found) == list(range(9))
+    for number, tokens in found.items():
+        np.testing.assert_array_equal(tokens, samples[number].token_ids)
 
 
 def test_fills_large_microbatches_and_gives_the_rest_the_smallest_bucket():

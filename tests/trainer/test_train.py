@@ -317,14 +317,16 @@ SMALL = replace(
     head_dim=2,
     initializer_range=0.5,
 )
-SETTINGS = config.Loss(correction="token_tis", tis_cap=1.1, kl_coefficient=0.2, entropy_coefficient=0.1)
+SETTINGS = config.Loss(
+    anchor="start", correction="token_tis", correction_cap=1.1, kl_coefficient=0.2, entropy_coefficient=0.1
+)
 OPTIMIZER = config.Optimizer(
     learning_rate=0.05, schedule="linear", warmup_steps=1, epsilon=1e-2, weight_decay=0.1, max_gradient_norm=0.5
 )
 
 
 def numpy_loss(tensors: dict[str, np.ndarray], start: dict[str, np.ndarray], chosen: Sequence[Sample]) -> float:
-    """The mean loss over action tokens in float64; the proximal policy and the reference are both `start`."""
+    """The mean loss over action tokens in float64; the start of the step and the reference are both `start`."""
     losses = []
     for sample in chosen:
         ids, temperature = sample.token_ids, 0.8
@@ -335,7 +337,7 @@ def numpy_loss(tensors: dict[str, np.ndarray], start: dict[str, np.ndarray], cho
         entropies = np.concatenate([[0.0], -(probabilities * np.log(probabilities)).sum(axis=-1)[:-1]])
         for t in np.flatnonzero(sample.action_mask):
             ratio, advantage = np.exp(new[t] - old[t]), sample.advantage
-            weight = min(np.exp(old[t] - sample.behaviour_logprobs[t]), SETTINGS.tis_cap)
+            weight = min(np.exp(old[t] - sample.behaviour_logprobs[t]), SETTINGS.correction_cap)
             surrogate = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.28))
             divergence = np.exp(old[t] - new[t]) - (old[t] - new[t]) - 1
             losses.append(weight * surrogate + 0.2 * divergence - 0.1 * entropies[t])
@@ -369,7 +371,7 @@ def test_two_updates_agree_with_numpy_parameter_by_parameter():
 
     state = taught.initial_state(parameters)
     (microbatch,) = packed(chosen, 4)
-    proximal = taught.logprobs(parameters, microbatch)
+    at_start = taught.logprobs(parameters, microbatch)
     tensors = dict(start)
     first = {name: np.zeros_like(value) for name, value in start.items()}
     second = {name: np.zeros_like(value) for name, value in start.items()}
@@ -378,10 +380,10 @@ def test_two_updates_agree_with_numpy_parameter_by_parameter():
         gradients = numpy_gradients(tensors, start, chosen)
         norm = np.sqrt(sum((value**2).sum() for value in gradients.values()))
 
-        sums = taught.accumulate(state.parameters, taught.zeros(), microbatch, proximal, proximal)
+        sums = taught.accumulate(state.parameters, taught.zeros(), microbatch, at_start, at_start)
         summary = sums.metrics.summary()
         assert summary["loss"] == pytest.approx(numpy_loss(tensors, start, chosen), abs=1e-5)
-        assert 0 < summary["tis_capped"] < 1
+        assert 0 < summary["correction_weight"] < 1.1  # some tokens meet the cap, others do not
         for name, value in mean_gradients(sums).items():
             np.testing.assert_allclose(value, gradients[name], atol=2e-5, err_msg=name)
         state, update = taught.apply(state, sums)

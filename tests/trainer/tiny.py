@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
 from headrace import config
 from services.trainer import sharding
+from services.trainer.credit import Comparison
 from services.trainer.model import decoder
 from services.trainer.model.config import DecoderConfig
 from services.trainer.packing import Sample
@@ -44,19 +46,27 @@ def learner(*, minibatches: int = 1, loss: config.Loss | None = None) -> Learner
 
 
 def policy(of: Learner, *, seed: int = 0, **options) -> Policy:
-    """A fresh policy."""
+    """A fresh policy; `options` are Policy's."""
     parameters = decoder.initial_parameters(DECODER, seed, sharding.create_mesh())
     return Policy(of, of.initial_state(parameters), max_row_tokens=ROW_TOKENS, buckets=BUCKETS, **options)
 
 
-def sample(number: int, advantage: float, *, length: int = 4) -> Sample:
+def sample(number: int, reward: float = 0.0, *, length: int = 4) -> Sample:
     """The last two tokens are sampled."""
     mask = np.arange(length) >= length - 2
+    rewards = np.zeros(length)
+    rewards[-1] = reward
     return Sample(
         trajectory_id=str(number),
         token_ids=np.arange(3, 3 + length, dtype=np.int32) % 16,
         action_mask=mask,
         behaviour_logprobs=np.where(mask, -2.7, 0).astype(np.float32),
         versions=np.where(mask, 1, -1),
-        advantage=advantage,
+        rewards=rewards,
     )
+
+
+def group(number: int, rewards: Sequence[float] = (1.0, 0.0)) -> Comparison:
+    """Trajectories of one task, of different lengths."""
+    samples = [sample(number, reward, length=4 + (number + place) % 3) for place, reward in enumerate(rewards)]
+    return Comparison(tuple(samples), (True,) * len(samples))
