@@ -12,9 +12,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax
 import prometheus_client
 from redis.exceptions import AuthenticationError, NoPermissionError
 
@@ -25,12 +23,10 @@ from headrace.config import Config, ConfigError
 from headrace.errors import StartupError
 from headrace.v1 import trainer_service_pb2 as pb
 from headrace.v1 import trainer_service_pb2_grpc
-from services.trainer import sharding
 from services.trainer.batcher import Batcher, Rules
-from services.trainer.checkpoint import Checkpoints, Notes
+from services.trainer.build import Model, build
 from services.trainer.commit import Committer
 from services.trainer.compute import ComputeThread
-from services.trainer.critic import Critic
 from services.trainer.exposition import StatusCollector
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
@@ -39,18 +35,14 @@ from services.trainer.journal import Journal
 from services.trainer.ledger import Ledger
 from services.trainer.lineage import Lineage
 from services.trainer.loop import Interrupted, Loop
-from services.trainer.model import config as decoder_configs
-from services.trainer.model import decoder, huggingface
-from services.trainer.model.config import DecoderConfig
-from services.trainer.packing import row_buckets
-from services.trainer.policy import Policy
+from services.trainer.model import huggingface
 from services.trainer.publisher import Publisher
 from services.trainer.report import Reporter
 from services.trainer.returns import Returns
 from services.trainer.server import SERVICE, Engines, TrainerServicer
 from services.trainer.status import Status
 from services.trainer.task_order import TaskOrder, TaskSource
-from services.trainer.train import Learner, TrainState
+from services.trainer.train import Learner
 from services.trainer.warm_start import Collector, warm_start
 from services.trainer.weights import WeightStore
 
@@ -72,21 +64,6 @@ class _Process:
     server: rpc.Server
     compute: ComputeThread
     stop: asyncio.Event
-
-
-@dataclass(frozen=True)
-class _Model:
-    """What the compute thread builds."""
-
-    config: DecoderConfig
-    folder: Path
-    mesh: jax.sharding.Mesh
-    buckets: tuple[int, ...]
-    learner: Learner
-    policy: Policy
-    checkpoints: Checkpoints
-    # Of the checkpoint that the policy was restored from.
-    notes: Notes | None
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -113,7 +90,7 @@ async def run(arguments: argparse.Namespace) -> None:
         prometheus_client.REGISTRY.register(StatusCollector(status, ledger, engines))
         telemetry.serve_metrics(arguments.metrics_listen)
         streams, compute = await _open_streams(config), ComputeThread()
-        model = await compute(_load, config, folder)
+        model = await compute(build, config, folder)
         process = _Process(config, streams, store, ledger, status, server, compute, stop)
         await _within(_STOP_S, stop, _train(process, model))
         if status.phase == pb.TRAINER_PHASE_FINISHED:
@@ -127,7 +104,7 @@ async def run(arguments: argparse.Namespace) -> None:
             await bulk.stop()
 
 
-async def _train(process: _Process, model: _Model) -> None:
+async def _train(process: _Process, model: Model) -> None:
     """Takes the run up where its checkpoint left it, publishes, warms up if it is new, and loops."""
     config, streams, ledger, status = process.config, process.streams, process.ledger, process.status
     settings, policy, notes = config.trainer, model.policy, model.notes
@@ -231,7 +208,7 @@ async def _train(process: _Process, model: _Model) -> None:
 
 
 async def _warm_up(
-    process: _Process, model: _Model, settings: configs.WarmStart, collector: Collector, publisher: Publisher
+    process: _Process, model: Model, settings: configs.WarmStart, collector: Collector, publisher: Publisher
 ) -> None:
     """Lets the policy begin reinforcement learning from what imitation made of it."""
     config, compute = process.config, process.compute
@@ -258,62 +235,6 @@ async def _warm_up(
         stop=process.stop,
     )
     await compute(model.policy.restart, await compute(model.learner.initial_state, state.parameters))
-
-
-def _load(config: Config, folder: Path) -> _Model:
-    """The policy as its newest checkpoint, its folder or the run's seed has it. In the compute thread."""
-    settings = config.trainer
-    mesh = sharding.create_mesh(settings.mesh.fsdp, settings.mesh.tensor)
-    decoder_config = decoder_configs.read(folder)
-    try:
-        buckets = row_buckets(settings.microbatch_tokens, settings.max_row_tokens, mesh.shape["fsdp"])
-    except ValueError as error:
-        raise ConfigError("trainer", [str(error)]) from error
-    if huggingface.has_weights(folder):
-        parameters = huggingface.load_parameters(folder, decoder_config, mesh)
-    else:
-        parameters = decoder.initial_parameters(decoder_config, config.run.seed, mesh)
-    learner = Learner(
-        decoder_config,
-        mesh,
-        optimizer=settings.optimizer,
-        steps=settings.steps,
-        updates_per_step=settings.minibatches,
-        loss=settings.loss,
-        temperature=config.rollout.temperature,
-        compute_dtype=settings.compute_dtype,
-    )
-    checkpoints = Checkpoints(config.run.path / "checkpoints", keep=settings.checkpoint.keep)
-    refers = settings.loss.refers
-    fresh: TrainState = learner.initial_state(parameters)
-    critic = None
-    if settings.critic:
-        critic = Critic(
-            decoder_config,
-            mesh,
-            settings=settings.critic,
-            loss=settings.loss,
-            steps=settings.steps,
-            updates_per_step=settings.minibatches,
-            compute_dtype=settings.compute_dtype,
-        )
-        critic.start_from(parameters)
-    restored = checkpoints.restore(fresh, with_reference=refers, critic=critic.state if critic else None)
-    if critic and restored and restored.critic:
-        critic.state = restored.critic
-    policy = Policy(
-        learner,
-        restored.state if restored else fresh,
-        max_row_tokens=settings.max_row_tokens,
-        buckets=buckets,
-        minibatches=settings.minibatches,
-        advantage=settings.advantage,
-        loss=settings.loss,
-        reference=(restored.reference if restored else parameters) if refers else None,
-        critic=critic,
-    )
-    notes = restored.notes if restored else None
-    return _Model(decoder_config, folder, mesh, buckets, learner, policy, checkpoints, notes)
 
 
 def _checked(config: Config) -> Config:
