@@ -15,12 +15,15 @@ CATALOG = {
     "calculator": "services.envs.calculator:Calculator",
     "guess_number": "services.envs.guess_number:GuessNumber",
     "gymnasium": "services.envs.toy_text:ToyText",
+    "http_tool": "services.envs.http_tool:HttpTools",
+    "judge": "services.envs.examination:Examination",
+    "mcp": "services.envs.mcp_tools:McpTools",
     "reasoning_gym": "services.envs.reasoning:Reasoning",
     "short_answer": "services.envs.short_answer:ShortAnswer",
     "textarena": "services.envs.text_games:TextGame",
 }
 # These need more than the records: the extra of that name brings it.
-EXTRAS = frozenset({"gymnasium", "reasoning_gym", "textarena"})
+EXTRAS = frozenset({"gymnasium", "http_tool", "judge", "mcp", "reasoning_gym", "textarena"})
 
 
 def find(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
