@@ -119,3 +119,27 @@ def test_messages_name_redis_without_its_password():
     url = "rediss://user:p@ss@h:1/0?ssl_ca_certs=/a&password=b"
     assert config.Redis(url=url).place == "rediss://h:1/0"
     assert config.Redis(url="redis://h:1/0").place == "redis://h:1/0"
+
+
+def test_a_file_extends_another_key_by_key(tmp_path):
+    above = tmp_path / "above.yaml"
+    base = ROOT / "configs" / "guess_number.yaml"
+    above.write_text(f"extends: {base}\ntrainer:\n  steps: 7\n  loss: {{clip_high: 0.5}}\n")
+    loaded, plain = config.load(above), config.load(base)
+    assert (loaded.trainer.steps, loaded.trainer.loss.clip_high) == (7, 0.5)
+    assert loaded.trainer.loss.entropy_coefficient == plain.trainer.loss.entropy_coefficient
+    assert loaded.environments == plain.environments
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("extends: gone.yaml", r"extends .*gone.yaml, which: cannot be read"),
+        ("extends: above.yaml", "must name another run file"),
+        ("extends: [1]", "must name another run file"),
+    ],
+)
+def test_what_cannot_be_extended_is_told(tmp_path, text, error):
+    (tmp_path / "above.yaml").write_text(text)
+    with pytest.raises(config.ConfigError, match=error):
+        config.load(tmp_path / "above.yaml")

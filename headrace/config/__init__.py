@@ -4,6 +4,8 @@ Every service reads the same file and takes its part. `load` raises ConfigError 
 names the key, says what is wrong and what to do. Nothing here touches the network. Each section of the file has a
 module; its keys stand there in the file's order.
 
+`extends: FILE` puts a file's sections over those of another, key by key.
+
 A text value may hold ${NAME}: `load` puts the environment variable's value there, so that a password need not stand in
 the file.
 """

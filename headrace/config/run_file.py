@@ -63,8 +63,14 @@ class Config(Section):
             errors.append("inference.batch_buckets must be different and ascending")
         elif not self.inference.batch_buckets or self.inference.batch_buckets[-1] < self.inference.max_running_requests:
             errors.append("the last of inference.batch_buckets must be at least inference.max_running_requests")
+        if self.inference.data_parallel > 1 and self.inference.device != "tpu":
+            errors.append(
+                "inference.data_parallel must be 1 unless inference.device is tpu: elsewhere it samples wrongly"
+            )
         if self.model.create and self.model.create.max_position_embeddings < self.inference.context_length:
             errors.append("model.create.max_position_embeddings must be at least inference.context_length")
+        if self.trainer.advantage.overlong_buffer > self.rollout.max_episode_tokens:
+            errors.append("trainer.advantage.overlong_buffer must be at most rollout.max_episode_tokens")
         warm_start = self.trainer.warm_start
         if warm_start and warm_start.environment not in self.environments:
             errors.append(
@@ -110,16 +116,7 @@ def load(
         ConfigError: one line for each thing wrong with it.
     """
     path = Path(path)
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(str(path), [f"cannot be read ({error.strerror}); give the path of a run file"]) from error
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(str(path), [f"is not YAML: {' '.join(str(error).split())}"]) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(str(path), ["must hold sections (run, model, trainer, …) at its top level"])
+    tree = _read(path, ())
     for key, value in (overrides or {}).items():
         _set(tree, key, value)
     unknown: list[str] = []
@@ -149,6 +146,37 @@ def named_run(config: Config, stem: str) -> Config:
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "run"
     run_id = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     return config.model_copy(update={"run": config.run.model_copy(update={"id": run_id})})
+
+
+def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
+    """The file's sections over those of the file that it extends. `extending` are the files that asked for it."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        asked = f"{extending[-1]}: extends {path}, which" if extending else str(path)
+        raise ConfigError(asked, [f"cannot be read ({error.strerror}); give the path of a run file"]) from error
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), [f"is not YAML: {' '.join(str(error).split())}"]) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(str(path), ["must hold sections (run, model, trainer, …) at its top level"])
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    here = path.resolve()
+    if not isinstance(base, str) or here in extending:
+        raise ConfigError(str(path), ["extends: must name another run file, by its path from this one's folder"])
+    return _merged(_read(path.parent / base, (*extending, here)), tree)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both trees; where both have a value that is no section, the one above."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _substitute(node: Any, key: str, variables: Mapping[str, str], unknown: list[str]) -> Any:

@@ -17,7 +17,7 @@ from services.trainer.inbox import Inbox
 from services.trainer.journal import Journal
 from services.trainer.ledger import Ledger
 from services.trainer.lineage import Lineage
-from services.trainer.returns import LEFT_OVER, TOO_FEW_TRAINABLE, TOO_STALE, Returns
+from services.trainer.returns import DEGENERATE, LEFT_OVER, TOO_FEW_TRAINABLE, TOO_STALE, Returns
 from services.trainer.status import Status
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.task_order import TaskOrder, TaskSource
@@ -115,6 +115,47 @@ def test_staleness_is_that_of_the_oldest_token():
     assert verdict(mixed, max_staleness=2).age_max == 2
 
 
+def test_only_the_tokens_that_are_too_old_leave_the_loss_where_config_says_so():
+    mixed = group(
+        TASK,
+        [
+            trajectory("x", reward=0, versions=(1, 3)),
+            trajectory("y", reward=1, versions=(3, 3)),
+            trajectory("z", reward=2, versions=(1, 1)),
+        ],
+    )
+    result = verdict(mixed, stale="mask")
+    assert [sample.trajectory_id for sample in result.samples] == ["x", "y"]
+    np.testing.assert_array_equal(result.samples[0].action_mask, [False, False, False, True])
+    assert (result.stale_tokens, result.action_tokens, result.age_max, result.oldest_version) == (3, 3, 0, 3)
+    # What has left the loss is compared all the same: the mean reward is 1.
+    x, y = credited([result.comparison], config.Advantage(estimator="dr_grpo"))
+    assert (x.advantage, y.advantage) == (-1, 0)
+    with pytest.raises(Unfit) as unfit:
+        verdict(group(TASK, [trajectory(n, reward=1, versions=(1, 1)) for n in "xy"]), stale="mask")
+    assert unfit.value.reason == TOO_STALE
+
+
+def test_a_long_episode_s_reward_falls():
+    long = trajectory("y", reward=1, observation=[3] * 5, versions=(3, 3))
+    pair = group(TASK, [trajectory("x", reward=1, versions=(3, 3)), long])
+    result = verdict(pair, overlong_limit=8, overlong_buffer=4, overlong_penalty=1.0)
+    assert [float(sample.rewards.sum()) for sample in result.samples] == [1, 0.25]  # 7 tokens: 3 of 4
+    assert result.rewards == (1, 1)
+    assert not result.degenerate
+
+
+def test_rewards_of_turns_keep_their_places():
+    whole = trajectory("x", reward=1, versions=(3, 3))
+    second = whole.turns.add()
+    second.CopyFrom(whole.turns[0])
+    second.reward = 2
+    whole.turns.add(observation_token_ids=whole.turns[0].observation_token_ids, reward=4)
+    sample = to_sample(whole)
+    np.testing.assert_array_equal(sample.rewards, [0, 0, 0, 1, 0, 0, 0, 6])
+    np.testing.assert_array_equal(np.flatnonzero(sample.turn_ends), [3, 7])
+
+
 def test_on_policy_takes_only_the_newest_version():
     assert verdict(ordinary(TASK, version=3), max_staleness=0).age_max == 0
     with pytest.raises(Unfit):
@@ -158,7 +199,7 @@ def test_noise_is_refused():
 
 
 @pytest.fixture
-async def bench(streams, tmp_path):
+async def bench(streams, tmp_path, request):
     """A batcher and all that it needs, with four tickets out and a gateway that holds them."""
     status, lineage = Status(RUN_ID, 1), Lineage({1: 1})
     order = TaskOrder({"a": TaskSource(split="train", weight=1.0, task_count=None)}, seed=0)
@@ -169,7 +210,12 @@ async def bench(streams, tmp_path):
     gateway = Gateway(streams)
     await gateway.claim(4)
     returns = Returns(Journal(tmp_path / "returned.jsonl"), status, environments={"a"})
-    return Batcher(Inbox(streams), feeder, lineage, returns, rules()), gateway, lineage, status
+    return (
+        Batcher(Inbox(streams), feeder, lineage, returns, rules(**getattr(request, "param", {}))),
+        gateway,
+        lineage,
+        status,
+    )
 
 
 async def take(batcher, count):
@@ -206,6 +252,22 @@ async def test_returned_tickets_are_replaced_at_once_and_counted(bench, streams,
     ((_, reason),) = await streams.dead_letters()
     assert "reward is nan" in reason
     assert await streams.group_ids() == [taken.entry_id]
+
+
+@pytest.mark.parametrize("bench", [{"degenerate_returns": 2}], indirect=True)
+async def test_degenerate_groups_are_given_back_for_others_up_to_a_bound(bench):
+    batcher, gateway, _, status = bench
+    for ticket in gateway.claimed:
+        await gateway.publish(ticket, ordinary(ticket.task, version=1, rewards=[1, 1]))
+    taken = await take(batcher, 2)
+    assert [group.task.task_id for group in taken] == ["00000002", "00000003"]  # past the bound they are trained on
+    assert status.returned_groups == {("a", DEGENERATE): 2}
+    assert [ticket.task.task_id for ticket in await gateway.claim(2)] == ["00000004", "00000005"]
+    batcher.begin_step()
+    for ticket in gateway.claimed[4:]:
+        await gateway.publish(ticket, ordinary(ticket.task, version=1, rewards=[1, 1]))
+    assert await anext(batcher.groups(2, Stopwatch())) == []
+    assert status.returned_groups == {("a", DEGENERATE): 4}
 
 
 async def test_a_pause_after_failures_is_time_spent_waiting(bench, streams, redis_url):
