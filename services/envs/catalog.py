@@ -18,12 +18,13 @@ CATALOG = {
     "http_tool": "services.envs.http_tool:HttpTools",
     "judge": "services.envs.examination:Examination",
     "mcp": "services.envs.mcp_tools:McpTools",
+    "openenv": "services.envs.openenv_proxy:OpenEnv",
     "reasoning_gym": "services.envs.reasoning:Reasoning",
     "short_answer": "services.envs.short_answer:ShortAnswer",
     "textarena": "services.envs.text_games:TextGame",
 }
 # These need more than the records: the extra of that name brings it.
-EXTRAS = frozenset({"gymnasium", "http_tool", "judge", "mcp", "reasoning_gym", "textarena"})
+EXTRAS = frozenset({"gymnasium", "http_tool", "judge", "mcp", "openenv", "reasoning_gym", "textarena"})
 
 
 def find(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
