@@ -57,6 +57,11 @@ def test_every_render_gives_the_same_arguments():
         assert len(shapes) == 1, shapes
 
 
+def test_a_trainer_stays_where_it_would_be_started_again():
+    assert "--stay" in arguments("laptop", "trainer")
+    assert "--stay" not in arguments("v5p-multi-host", "trainer")
+
+
 def test_a_wrong_argument_is_seen():
     assert "unrecognized arguments" in complaint("environment", arguments("laptop", "environment", changed=["--x=1"]))
 
