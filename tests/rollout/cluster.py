@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -20,22 +21,35 @@ from tests.rollout.rig import VOCABULARY_SIZE, settings, task
 class Cluster:
     """One run's processes, started as a test needs them."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, *, script: dict[str, object], **overrides: object):
+    def __init__(
+        self,
+        folder: Path,
+        stack: contextlib.ExitStack,
+        *,
+        script: dict[str, object],
+        versions: Sequence[int] = (0,),
+        **overrides: object,
+    ):
+        """`versions`: of each engine."""
         self.folder, self._stack = folder, stack
         (folder / "redis").mkdir()
         self.redis_url, self.redis = stack.enter_context(processes.redis_server(folder / "redis"))
-        engine, environment = processes.free_port(), processes.free_port()
+        engines, environment = [processes.free_port() for _ in versions], processes.free_port()
         self.config = settings(
             folder,
             redis__url=self.redis_url,
-            inference__addresses=[f"127.0.0.1:{engine}"],
+            inference__addresses=[f"127.0.0.1:{engine}" for engine in engines],
             environments__guess_number__address=f"127.0.0.1:{environment}",
             **overrides,
         )
         self.run_file = folder / "run.yaml"
         self.run_file.write_text(config.dump(self.config))
-        arguments = [sys.executable, "-m", "tests.scripted_engine", "--listen", f"127.0.0.1:{engine}"]
-        self.engine = self._start("engine", [*arguments, "--options", json.dumps(script)], engine)
+        self.engines = []
+        for number, (port, version) in enumerate(zip(engines, versions, strict=True)):
+            arguments = [sys.executable, "-m", "tests.scripted_engine", "--listen", f"127.0.0.1:{port}"]
+            arguments += ["--options", json.dumps(script), "--policy-version", str(version)]
+            self.engines.append(self._start(f"engine-{number}", arguments, port))
+        self.engine = self.engines[0]
         self.environment = self._start(
             "environment",
             processes.service(
@@ -79,9 +93,13 @@ class Cluster:
 
     async def release(self):
         """The engine has the weights that held tickets wait for."""
+        await self.set_policy_version(1)
+
+    async def set_policy_version(self, version, *, engine=0):
+        """The engine has other weights."""
         async with aiohttp.ClientSession() as session:
-            url = f"http://{self.config.inference.addresses[0]}/policy_version"
-            async with session.post(url, json={"policy_version": 1}) as response:
+            url = f"http://{self.config.inference.addresses[engine]}/policy_version"
+            async with session.post(url, json={"policy_version": version}) as response:
                 assert response.status == 200
 
     async def groups(self, count, *, timeout_s=60):
