@@ -121,8 +121,8 @@ class Recorder:
         """Records a span that has ended, times in nanoseconds since the epoch. Returns its ids.
 
         Args:
-            parent: what it is part of, and must be sampled; None: of nothing.
-            links: spans that it has to do with; those that are not sampled are left out.
+            parent: what it is part of; None: of nothing.
+            links: spans that it has to do with.
         """
         around: trace.Span = trace.INVALID_SPAN
         if parent is not None:
@@ -131,7 +131,7 @@ class Recorder:
             name,
             trace.set_span_in_context(around),
             attributes=_prefixed(attributes),
-            links=[Link(_context(ids, sampled=True)) for ids in links if self.samples(ids)],
+            links=[Link(_context(ids, sampled=True)) for ids in links],
             start_time=start_ns,
         )
         span.end(end_ns)

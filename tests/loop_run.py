@@ -76,6 +76,11 @@ class LoopRun:
         return self.config.run.path
 
     @property
+    def listen(self) -> dict[str, str]:
+        """Every service's address, by name."""
+        return self._listen
+
+    @property
     def names(self) -> list[str]:
         """Every service's name."""
         return list(self._listen)

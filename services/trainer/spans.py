@@ -16,11 +16,12 @@ def trained(groups: Sequence[LearnableGroup], report: StepReport) -> None:
         return
     end_ns = int(report.time_s * 1e9)
     start_ns = end_ns - int(report.step_s * 1e9)
-    episodes = [
+    ids = [
         tracing.trajectory_ids(recorder.run_id, sample.trajectory_id, group.gateway)
         for group in groups
         for sample in group.samples
     ]
+    episodes = list(filter(recorder.samples, ids))
     step = recorder.completed(
         "train step",
         start_ns,
@@ -33,5 +34,5 @@ def trained(groups: Sequence[LearnableGroup], report: StepReport) -> None:
         compute_s=report.compute_s,
         publishing_s=report.publishing_s,
     )
-    for episode in filter(recorder.samples, episodes):
+    for episode in episodes:
         recorder.completed("train", start_ns, end_ns, parent=episode, links=[step], step=report.step)
