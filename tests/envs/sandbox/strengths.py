@@ -23,7 +23,9 @@ WAYS = {
     "landlock": Strength.PROCESS,
     "container": Strength.CONTAINER,
 }
-WITH_COMMANDS = [way for way, strength in WAYS.items() if strength is not Strength.MONTY]
+# Containers take a second or more each.
+EACH_WAY = [pytest.param(way, marks=pytest.mark.slow if way == "container" else ()) for way in WAYS]
+EACH_WAY_WITH_COMMANDS = EACH_WAY[1:]
 IMAGES = ("python:3.12-slim", "local/python:3.12")
 
 

@@ -23,7 +23,7 @@ import pytest
 import services
 from services.envs.sandbox.hazards import CLAIMS, Hazard
 from services.envs.sandbox.sandbox import Code, Command, Ending, Outcome, Refused, Sandbox
-from tests.envs.sandbox.strengths import LIMITS, WAYS, sandboxes
+from tests.envs.sandbox.strengths import EACH_WAY, LIMITS, WAYS, sandboxes
 
 DEADLINE_S = 60.0
 SECRET = "the-secret-of-this-machine"
@@ -374,7 +374,7 @@ def test_every_hazard_has_an_attack():
 
 
 @pytest.mark.parametrize("hazard", Hazard, ids=lambda hazard: hazard.name.lower())
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 async def test_it_is_stopped(way, hazard, tmp_path):
     if hazard not in CLAIMS[WAYS[way]]:
         pytest.skip(f"{WAYS[way].value} does not claim to stop it")
@@ -391,4 +391,5 @@ async def test_it_is_stopped(way, hazard, tmp_path):
         await ATTACKS[hazard](target)
         assert (await target.code("print(6 * 7)")).stdout == "42\n"
     await target.none_survive()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2  # what the loop or docker's client keeps
+    kept = 30 if way == "container" else 2  # the connections of docker's client, or what the loop keeps
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + kept
