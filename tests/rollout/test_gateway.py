@@ -234,3 +234,29 @@ def _memory_bytes(pid):
 def _health(channel):
     stub = health_pb2_grpc.HealthStub(channel)
     return lambda: stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+
+
+async def test_tokens_are_labelled_right_while_engines_differ_swap_and_die(cluster):
+    """Two gateways, two engines whose token is their version; one engine is killed and comes back."""
+    run = cluster({"tokens": "version", "delay_per_token_s": 0.02}, versions=(3, 4), rollout__max_concurrent_episodes=8)
+    gateways = [run.gateway("gateway-0"), run.gateway("gateway-1")]
+    await run.issue(30)
+    published = lambda: sum(metric(gateway, "published_groups_total") for gateway in gateways)  # noqa: E731
+    await eventually(lambda: published() >= 4, timeout_s=90)
+    await run.set_policy_version(5, engine=1)
+    await eventually(lambda: published() >= 8, timeout_s=90)
+    run.engines[0].kill()
+    await run.set_policy_version(6, engine=1)
+    await eventually(lambda: published() >= 12, timeout_s=90)
+    run.engines[0].start()  # with the version that it began with
+    groups = await run.groups(30, timeout_s=120)
+    assert each_once(groups, 30)
+    seen = set()
+    for group in groups:
+        for trajectory in group.trajectories:
+            assert records.is_trainable(trajectory), trajectory.status_detail
+            for turn in trajectory.turns:
+                tokens = records.token_ids(turn.action_token_ids)
+                assert tokens.tolist() == records.versions(turn).tolist()
+                seen |= set(tokens.tolist())
+    assert {3, 4, 6} <= seen <= {3, 4, 5, 6}
