@@ -146,13 +146,14 @@ class Server:
         await self._servers[0].wait_for_termination()
 
 
-def channel(address: str, *, foreign: bool = False, security: Security = PLAIN) -> grpc.aio.Channel:
+def channel(address: str, *, foreign: bool = False, security: Security = PLAIN, name: str = "") -> grpc.aio.Channel:
     """A channel to "host:port"; calls go round the hosts that the name resolves to.
 
     Args:
         address: the host:port, or a gRPC target.
         foreign: the server may be anybody's, not a Server of this module; then deadlines must find out who is dead.
         security: what to ask of the server and to show it.
+        name: the host that its certificate is for, where that is not the address's.
     """
     target = address if "://" in address or address.startswith("unix:") else f"dns:///{address}"
     keepalive = _SELDOM if foreign else _KEEPALIVE
@@ -160,6 +161,8 @@ def channel(address: str, *, foreign: bool = False, security: Security = PLAIN) 
     credentials = security.channel_credentials()
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
+    if name:
+        options.append(("grpc.ssl_target_name_override", name))
     return grpc.aio.secure_channel(target, credentials, options=options)
 
 

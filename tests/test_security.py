@@ -158,6 +158,15 @@ async def test_a_certificate_for_another_host_is_explained(authority, ours, capl
     assert "and name 127.0.0.1" in line
 
 
+async def test_a_server_may_be_known_by_another_name_than_its_address(authority, ours):
+    other = security.read(authority.issue("engines", "engines.example").tls(), None)
+    async with serving(other) as address:
+        async with rpc.channel(address, security=ours, name="engines.example") as channel:
+            request = pb.GetTrainerStatusRequest()
+            assert (await pb_grpc.TrainerServiceStub(channel).GetTrainerStatus(request, timeout=20)).step == 7
+        assert await security.diagnose(address, ours, name="engines.example") == ""
+
+
 async def test_plaintext_against_tls_is_explained(ours, caplog):
     async with serving(ours) as address:
         assert (await refusal(address, PLAIN))[0] == grpc.StatusCode.UNAVAILABLE

@@ -121,6 +121,7 @@ class Puller:
         trainer_host: str = "",
         serving_address: str = "",
         security: Security = PLAIN,
+        peer_name: str = "",
     ):
         """
         Args:
@@ -129,6 +130,7 @@ class Puller:
             trainer_host: where the trainer's bulk port is; "" for all bytes over the channel.
             serving_address: where peers reach the shelf, as in WatchWeightsRequest; "" for nowhere.
             security: what to ask of peers and to show them. Under TLS all bytes come over gRPC.
+            peer_name: the host that the certificates of engines are for; peers are found by their addresses.
         """
         self._trainer = Sender(channel, kind="trainer", host="" if security.tls else trainer_host, silence_s=_SILENCE_S)
         self._engine = engine
@@ -138,7 +140,7 @@ class Puller:
         self._hold = hold
         self._shelf = shelf or Shelf()
         self._keeps = keeps
-        self._serving_address, self._security = serving_address, security
+        self._serving_address, self._security, self._peer_name = serving_address, security, peer_name
         self._held: int | None = None
         self._transfer: Transfer | None = None
 
@@ -247,7 +249,7 @@ class Puller:
             host, _ = address.split(peer.address)
         except ValueError:
             return None
-        async with rpc.channel(peer.address, security=self._security) as channel:
+        async with rpc.channel(peer.address, security=self._security, name=self._peer_name) as channel:
             sender = Sender(channel, kind="peer", host="" if self._security.tls else host, silence_s=_PEER_SILENCE_S)
             try:
                 return await transfer.receive(sender)
