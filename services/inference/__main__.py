@@ -89,7 +89,18 @@ async def run(arguments: argparse.Namespace) -> None:
 
         channel = await stack.enter_async_context(rpc.channel(settings.trainer.address, security=secured))
         puller = Puller(
-            channel, engine=arguments.name, run_id=settings.run.id, install=install, observer=metrics, hold=hold
+            channel,
+            engine=arguments.name,
+            run_id=settings.run.id,
+            install=install,
+            observer=metrics,
+            hold=hold,
+            shelf=shelf,
+            keeps=bool(settings.trainer.delta_bases or serving_address),
+            trainer_host=address.split(settings.trainer.address)[0],
+            serving_address=serving_address,
+            security=secured,
+            peer_name=address.split(settings.inference.addresses[0])[0] if settings.inference.addresses else "",
         )
         async with asyncio.TaskGroup() as tasks:
             pulling = tasks.create_task(puller.run())
