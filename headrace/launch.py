@@ -1,9 +1,9 @@
 """Runs a config on this machine: Redis and every service as processes of their own, until the trainer is done.
 
 In goes a run file, out come the run's folder (resolved config, logs, metrics, plot, policy) and an exit code. `launch`
-waits for three things at once: the trainer's end, the end of any other process that starting again does not mend, and
-a signal. Whichever comes first, everything is stopped in the order in which nothing is lost: the trainer, the gateways,
-those whom they called, Redis.
+waits for three things at once: the trainer's end, the end of any other process that starting again does not mend and
+whose work no other does, and a signal. Whichever comes first, everything is stopped in the order in which nothing is
+lost: the trainer, the gateways, those whom they called, Redis.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +80,49 @@ async def _supervise(run: LocalRun, fleet: Mapping[str, Process], *, display: Di
                 )
             )
             stopped = tasks.create_task(stop.wait())
-            ended, _ = await asyncio.wait({*running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            ended = await _wait_for_end(run, running, stopped, display)
             shown.cancel()
             stopped.cancel()
-            if stopped in ended:
+            if not ended:
                 display.say("stopping")
                 return INTERRUPTED
-            return _judge([(running[task], task.result()) for task in ended], display)
+            return _judge(ended, display)
         finally:
             for stage in run.stages:
                 await asyncio.gather(*(fleet[command.name].stop() for command in stage))
     raise AssertionError("the body returns or raises")
+
+
+async def _wait_for_end(
+    run: LocalRun, running: dict[asyncio.Task[int], Process], stopped: asyncio.Task[Any], display: Display
+) -> list[tuple[Process, int]]:
+    """The processes that ended for good and that the run cannot do without; none when `stopped` was first.
+
+    One of several engines or gateways that cannot be kept up is left behind: the others do its work.
+    """
+    while True:
+        ended, _ = await asyncio.wait({*running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if stopped in ended:
+            return []
+        results = [(running.pop(task), task.result()) for task in ended if task in running]
+        needed = []
+        for process, code in results:
+            others = _stand_ins(run, process, running.values())
+            if code == USER_ERROR or not others:
+                needed.append((process, code))
+            else:
+                display.say(
+                    f"{process.command.name} {describe(code)} again and again; {process.command.log} says why;"
+                    f" going on with {', '.join(others)}"
+                )
+        if needed:
+            return needed
+
+
+def _stand_ins(run: LocalRun, process: Process, running: Iterable[Process]) -> list[str]:
+    """Who does the process's work when it is gone."""
+    kind = next((kind for kind in (run.engines, run.gateways) if process.command in kind), ())
+    return [other.command.name for other in running if other.command in kind]
 
 
 async def _wait_for_redis(run: LocalRun) -> None:

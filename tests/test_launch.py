@@ -1,5 +1,7 @@
 """`headrace run` in a process of its own: what a user got wrong ends it with one line and code 2, and nothing stays."""
 
+import asyncio
+import io
 import os
 import re
 import signal
@@ -11,7 +13,9 @@ import pytest
 import yaml
 
 from headrace import config as run_config
-from headrace import local_run
+from headrace import launch, local_run
+from headrace.process import Process
+from headrace.progress import Display
 from tests import processes
 from tests.processes import ROOT, wait_until
 
@@ -156,3 +160,33 @@ def test_a_plan_starts_nothing_that_has_an_address(tmp_path):
     run = local_run.plan(run_config.load(RUN_FILE, overrides=overrides))
     assert [command.name for command in run.commands] == ["trainer", "gateway-0", "gateway-1"]
     assert run.config.redis.url == "redis://elsewhere:6379/0"
+
+
+async def test_a_replica_that_cannot_be_kept_up_is_left_behind_while_another_does_its_work(tmp_path):
+    overrides = {"run.id": "r", "run.directory": str(tmp_path), "inference.replicas": 3}
+    run = local_run.plan(run_config.load(RUN_FILE, overrides=overrides))
+    loop = asyncio.get_running_loop()
+    ends = {command.name: loop.create_future() for command in run.commands}
+    fleet = {command.name: Process(command, report=lambda line: None, started=lambda: None) for command in run.commands}
+
+    async def end(name):
+        return await ends[name]
+
+    output = io.StringIO()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stopped = tasks.create_task(asyncio.Event().wait())
+        running = {tasks.create_task(end(name)): fleet[name] for name in fleet}
+        waiting = tasks.create_task(launch._wait_for_end(run, running, stopped, Display(output)))
+        ends["engine-1"].set_result(-9)
+        await asyncio.sleep(0.01)
+        ends["engine-0"].set_result(1)
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        ends["engine-2"].set_result(1)
+        assert await waiting == [(fleet["engine-2"], 1)]
+        stopped.cancel()
+        for task in running:
+            task.cancel()
+    text = output.getvalue()
+    assert "engine-1 was killed by SIGKILL again and again" in text and "going on with engine-0, engine-2" in text
+    assert "engine-0 exited with code 1 again and again" in text and "going on with engine-2" in text
