@@ -13,7 +13,7 @@ BASE_IMAGE ?= python:3.12-slim
 TAG ?= 0.1.0
 COMPOSE := BASE_IMAGE=$(BASE_IMAGE) TAG=$(TAG) $(K8S)/venv/bin/docker-compose
 
-.PHONY: help install proto demo demo-calculator demo-smollm2 test test-slow test-k8s test-containers chart metrics images compose-demo sbom audit lint format lock clean
+.PHONY: help install proto demo demo-calculator demo-tools demo-smollm2 test test-slow test-k8s test-containers chart metrics images compose-demo sbom audit lint format lock clean
 
 help: ## shows this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ demo: install ## trains an agent from nothing to guess numbers, through every se
 
 demo-calculator: install ## warm-starts a model on demonstrations, then trains it to use a calculator tool
 	$(RUN) -m headrace run configs/calculator.yaml $(ARGS)
+
+demo-tools: install ## trains a model for a few steps to write Python that a sandbox runs
+	$(RUN) -m headrace run configs/python_tool.yaml $(ARGS)
 
 demo-smollm2: install $(SMOLLM2)/model.safetensors ## a few RL steps of a real 135M-parameter chat model
 	$(RUN) -m headrace run configs/smollm2.yaml $(ARGS)

@@ -19,6 +19,7 @@ CATALOG = {
     "judge": "services.envs.examination:Examination",
     "mcp": "services.envs.mcp_tools:McpTools",
     "openenv": "services.envs.openenv_proxy:OpenEnv",
+    "python_tool": "services.envs.python_tool:PythonTool",
     "reasoning_gym": "services.envs.reasoning:Reasoning",
     "short_answer": "services.envs.short_answer:ShortAnswer",
     "textarena": "services.envs.text_games:TextGame",

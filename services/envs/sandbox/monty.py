@@ -89,7 +89,7 @@ class _MontySandbox(Sandbox):
                 "max_total_sleep_secs": self._limits.cpu_s,
             }
             self._session = await self._opened.enter_async_context(pool.checkout(limits=limits))
-        except (pydantic_monty.MontyError, OSError) as error:
+        except (pydantic_monty.MontyError, OSError, RuntimeError) as error:
             raise SandboxError(f"Monty cannot start: {error}") from error
         return self._session
 
