@@ -13,7 +13,7 @@ import grpc
 
 from headrace import rpc
 from headrace.environment_kit import load, rules
-from headrace.environment_kit.episode import Broken, Episode
+from headrace.environment_kit.episode import Broken
 from headrace.environment_kit.rules import Settings, Subject, Unchecked
 from headrace.errors import StartupError
 from headrace.v1 import environment_service_pb2 as pb
@@ -96,20 +96,26 @@ async def offers(stub: Any, address: str, environment: str | None, *, timeout_s:
 async def _find(rule: Any, subject: Subject) -> Finding:
     started = time.perf_counter()
     result, reason = Result.KEPT, ""
-    shows: Sequence[Episode] = ()
+    logs: list[list[str]] = []
     try:
         await rule(subject)
     except Broken as broken:
-        result, reason, shows = Result.BROKEN, str(broken), broken.episodes
+        result, reason = Result.BROKEN, str(broken)
+        logs = [list(episode.log) for episode in broken.episodes]
     except Unchecked as unchecked:
         result, reason = Result.UNCHECKED, str(unchecked)
+    finally:
+        # A broken rule leaves streams open, whose places the next rule needs.
+        for episode in subject.opened:
+            episode.cancel()
+        subject.opened.clear()
     return Finding(
         environment=subject.info.name,
         rule=rule.__name__,
         says=(inspect.getdoc(rule) or "").partition("\n")[0],
         result=result,
         reason=reason,
-        reproduction=[episode.log for episode in shows],
+        reproduction=logs,
         seconds=round(time.perf_counter() - started, 3),
     )
 

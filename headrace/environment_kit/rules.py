@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -58,6 +58,8 @@ class Subject:
     stub: Any
     info: pb.EnvironmentInfo
     settings: Settings
+    opened: list[Episode] = field(default_factory=list)
+    """Streams of the rule that is being checked."""
 
     @property
     def split(self) -> str:
@@ -69,7 +71,9 @@ class Subject:
 
     def open(self, timeout_s: float | None = None) -> Episode:
         """A stream on which nothing has been sent."""
-        return Episode(self.stub, timeout_s=timeout_s or self.settings.timeout_s)
+        episode = Episode(self.stub, timeout_s=timeout_s or self.settings.timeout_s)
+        self.opened.append(episode)
+        return episode
 
     async def send_first(self, request: pb.InteractRequest, **settings: Any) -> tuple[Episode, pb.InteractResponse]:
         """A stream's first request and its response. While the server has no room it is tried again, as gateways do."""
@@ -165,7 +169,11 @@ async def reset_twice(subject: Subject) -> None:
     """A second reset, and an action before the first, are refused with FAILED_PRECONDITION."""
     out_of_order = grpc.StatusCode.FAILED_PRECONDITION
     episode, _ = await subject.begin()
-    await _must_refuse(lambda: episode.send(reset(subject.task())), out_of_order, "a second reset")
+
+    async def again() -> tuple[Episode, pb.InteractResponse]:
+        return episode, await episode.send(reset(subject.task()))
+
+    await _must_refuse(again, out_of_order, "a second reset")
     await _must_refuse(lambda: subject.send_first(act("1")), out_of_order, "an action before there was a reset")
 
 
@@ -184,6 +192,7 @@ async def reward(subject: Subject) -> None:
             episode, responses = await _to_the_end(subject, seed, purpose)
             if responses is None:
                 continue
+            await episode.end()
             rewards = [response.reward for response in responses if response.HasField("reward")]
             if not all(math.isfinite(value) for value in rewards):
                 raise Broken(f"the rewards are {rewards}", episode)
@@ -197,6 +206,7 @@ async def metric_names(subject: Subject) -> None:
     """Metrics are finite and listed in metric_names."""
     for seed in range(4):
         episode, responses = await _to_the_end(subject, seed, None)
+        await episode.end()
         for response in responses or ():
             for name, value in response.metrics.items():
                 if name not in subject.info.metric_names:
@@ -210,6 +220,7 @@ async def demonstration(subject: Subject) -> None:
     episode, responses = await _to_the_end(subject, 0, PURPOSE_DEMONSTRATION)
     if responses is None:
         raise Unchecked("it has no expert, and says so")
+    await episode.end()
     if responses[-1].HasField("demonstration"):
         raise Broken("the last response demonstrates what nobody may do", episode)
     episode, first = await subject.begin()
@@ -281,16 +292,17 @@ async def _to_the_end(subject: Subject, seed: int, purpose: Any) -> tuple[Episod
     return episode, responses
 
 
-async def _must_refuse(send: Callable[[], Awaitable[Any]], code: grpc.StatusCode, what: str) -> None:
+async def _must_refuse(
+    send: Callable[[], Awaitable[tuple[Episode, pb.InteractResponse]]], code: grpc.StatusCode, what: str
+) -> None:
     try:
-        answered = await send()
+        episode, _ = await send()
     except Refused as refused:
         if refused.code != code:
             reason = f"{what} was refused with {refused.code.name}, not {code.name}"
             raise Broken(reason, *refused.episodes) from None
     else:
-        shows = answered[:1] if isinstance(answered, tuple) else ()
-        raise Broken(f"{what} was answered, not refused with {code.name}", *shows)
+        raise Broken(f"{what} was answered, not refused with {code.name}", episode)
 
 
 def _check_messages(response: pb.InteractResponse, roles: set[str], episode: Episode) -> None:
