@@ -39,8 +39,9 @@ class Inference(Section):
     batch_buckets: list[int] = Field([1, 16, 64], description="batch sizes that decoding is compiled for")
     dtype: Literal["float32", "bfloat16"] = "float32"
     prefix_cache: bool = True
-    tensor_parallel: Count = 1
-    page_size: Count = 1
+    tensor_parallel: Count = Field(1, description="chips that share each layer")
+    data_parallel: Count = Field(1, description="groups of such chips in one engine that share its requests; TPUs only")
+    page_size: Count = Field(1, description="slots of a page of the key-value cache; 128 is usual on TPUs")
     update: Literal["in_place", "recompute"] = Field(
         "in_place",
         description="what new weights do to running requests: in_place keeps their keys and values, recompute prefills"

@@ -22,11 +22,13 @@ import uvloop
 
 from headrace import address, config, model_folder, rpc, security, telemetry, tracing
 from headrace.errors import AddressInUse, StartupError
-from services.inference import vllm_puller
+from services.inference import peers, vllm_puller
 from services.inference.guard import Guard
+from services.inference.hosts import Hosts, check
 from services.inference.lineage import Lineage
 from services.inference.metrics import Metrics
 from services.inference.server import Server
+from services.inference.shelf import Shelf
 from services.inference.weights import Hold, Puller, Version
 
 log = logging.getLogger("services.inference")
@@ -50,25 +52,39 @@ async def run(arguments: argparse.Namespace) -> None:
     stop = rpc.stop_signal()
     if settings.inference.dialect == "vllm":
         return await _pull_for_vllm(settings, arguments, secured, stop)
+    hosts = Hosts(arguments.nodes, arguments.node_rank, arguments.coordinator)
+    check(hosts, settings.inference.tensor_parallel * settings.inference.data_parallel)
+    if hosts.rank:
+        follower = await _engine_module("follow", hosts)
+        try:
+            return await follower.follow(settings, hosts, stop, built=lambda: _take_signals_back(stop))
+        except RuntimeError as error:
+            log.error("the host ends: %s", error)
+            _exit_without_waiting(1)
     loop = asyncio.get_running_loop()
     death: asyncio.Future[None] = loop.create_future()
 
     def died(reason: str) -> None:
         loop.call_soon_threadsafe(_fail, death, reason)
 
+    def leaving() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
     metrics, hold = Metrics(), Hold()
     server = Server(metrics, hold)
     async with contextlib.AsyncExitStack() as stack:
         port = await stack.enter_async_context(_listening(arguments.listen, Guard(server, secured), secured.tls))
         log.info("engine %s of run %s listens on port %d", arguments.name, settings.run.id, port)
-        build = asyncio.ensure_future(_build(settings, died))
+        build = asyncio.ensure_future(_build(settings, hosts, died, leaving))
         await asyncio.wait([build, asyncio.ensure_future(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
         if not build.done():
             log.info("stopped before the engine was built")
             _exit_without_waiting()
         engine, stock = build.result()
         _take_signals_back(stop)
-        server.stock = await stack.enter_async_context(stock())
+        stack.callback(engine.stop)
+        if stock is not None:
+            server.stock = await stack.enter_async_context(stock())
         server.engine = metrics.source = engine
         log.info("the engine is built and waits for weights from %s", settings.trainer.address)
 
@@ -88,6 +104,17 @@ async def run(arguments: argparse.Namespace) -> None:
             log.info("version %d is in use: staged in %.3f s, swapped in %.4f s", version.policy_version, *seconds)
 
         channel = await stack.enter_async_context(rpc.channel(settings.trainer.address, security=secured))
+        shelf, serving_address = Shelf(), ""
+        if arguments.weights_listen:
+            serving_address = await stack.enter_async_context(
+                peers.serving(
+                    shelf,
+                    arguments.weights_listen,
+                    bulk_listen=arguments.bulk_listen,
+                    security=secured,
+                    run_id=settings.run.id,
+                )
+            )
         puller = Puller(
             channel,
             engine=arguments.name,
@@ -108,6 +135,9 @@ async def run(arguments: argparse.Namespace) -> None:
             ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait()), death, pulling]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
+                if hosts.nodes > 1:
+                    log.error("the engine ends: %s", death.exception())
+                    _exit_without_waiting(1)
                 death.result()
             log.info("draining")
             await server.drain(settings.inference.drain_timeout_s)
@@ -130,16 +160,26 @@ async def _pull_for_vllm(
         )
 
 
-async def _build(settings: config.Config, died: Callable[[str], None]) -> Any:
+async def _build(
+    settings: config.Config, hosts: Hosts, died: Callable[[str], None], leaving: Callable[[], None]
+) -> Any:
+    module = await _engine_module("sglang_jax", hosts)
+    return await module.Engine.start(settings, died=died, hosts=hosts, leaving=leaving)
+
+
+async def _engine_module(name: str, hosts: Hosts) -> Any:
     # Loaded only now, and in a thread: JAX reads its settings when it is loaded, and that takes seconds.
-    module = await asyncio.to_thread(importlib.import_module, "services.inference.sglang_jax")
-    return await module.Engine.start(settings, died=died)
+    def load() -> Any:
+        importlib.import_module("services.inference.join").join(hosts)
+        return importlib.import_module(f"services.inference.{name}")
+
+    return await asyncio.to_thread(load)
 
 
-def _exit_without_waiting() -> NoReturn:
-    """Ends the process while a thread still builds the engine; there is nothing yet that could be lost."""
+def _exit_without_waiting(code: int = 0) -> NoReturn:
+    """Ends the process while a thread still builds the engine or waits for a host that has gone."""
     logging.shutdown()
-    os._exit(0)
+    os._exit(code)
 
 
 def _take_signals_back(stop: asyncio.Event) -> None:
@@ -225,7 +265,35 @@ def main() -> None:
     )
     parser.add_argument("--config", required=True, metavar="RUN.yaml", help="the run file, the same for every service")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to serve HTTP, /metrics included")
+    parser.add_argument(
+        "--weights-listen",
+        default="",
+        metavar="HOST:PORT",
+        help="where to serve weights to other engines, over gRPC (nowhere)",
+    )
+    parser.add_argument(
+        "--bulk-listen", default="", metavar="HOST:PORT", help="where to send their bytes over plain TCP (nowhere)"
+    )
     parser.add_argument("--name", default="engine-0", help="unique among the run's engines (%(default)s)")
+    group = parser.add_argument_group("an engine of several hosts, all started with the same settings but the rank")
+    group.add_argument(
+        "--nodes",
+        type=int,
+        default=int(os.environ.get("LWS_GROUP_SIZE", "1")),
+        help="how many hosts (default: LWS_GROUP_SIZE, which a LeaderWorkerSet sets, else 1)",
+    )
+    group.add_argument(
+        "--node-rank",
+        type=int,
+        default=int(os.environ.get("LWS_WORKER_INDEX", "0")),
+        help="this host, from 0, which alone serves HTTP (default: LWS_WORKER_INDEX, else 0)",
+    )
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        default=f"{os.environ.get('LWS_LEADER_ADDRESS', '')}:5000",
+        help="host 0, with a port that is free there, the one above it too (default: port 5000 of LWS_LEADER_ADDRESS)",
+    )
     arguments = parser.parse_args()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     rpc.main(lambda: run(arguments))

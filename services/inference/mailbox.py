@@ -43,6 +43,10 @@ class Swap:
     version: int
 
 
+class Stopped(Exception):
+    """Nothing will come any more."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Finished:
     """A request of our own route that has ended. `spans` are (policy_version, length) over the tokens."""

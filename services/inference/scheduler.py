@@ -28,7 +28,7 @@ from sgl_jax.srt.managers.scheduler import Scheduler
 from sgl_jax.srt.sampling.sampling_params import SamplingParams
 from sgl_jax.srt.server_args import PortArgs, ServerArgs
 
-from services.inference.mailbox import Abort, Finished, Generate, Swap
+from services.inference.mailbox import Abort, Finished, Generate, Stopped, Swap
 from services.inference.namespace import Update, namespace
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Source(Protocol):
 
     seed: int  # of the first request that brings none
 
-    def take(self) -> list[Any]: ...
+    def take(self) -> list[Any]: ...  # raises Stopped when nothing will come any more
     def wait(self, timeout_s: float) -> None: ...
     def deliver(self, finished: list[Finished]) -> None: ...
     def send_stock(self, result: Any) -> None: ...
@@ -70,8 +70,9 @@ class VersionedScheduler(Scheduler):
         self.generated_tokens = 0
         self.prompt_tokens = 0
         self.recomputed_tokens = 0
-        self.staged: dict[int, Sequence[jax.Array]] = {}  # by version, until their swap
-        self.swapped: Callable[[int], None] = lambda version: None  # called in this thread
+        self.staged: dict[int, Callable[[], Sequence[jax.Array]]] = {}  # gives a version's leaves, until its swap
+        self.swapped: Callable[[], None] = lambda: None  # called in this thread after each swap
+        self.ended: Callable[[], None] = lambda: None  # called in this thread when the source ends
         self.source = source
         self._update: Update = update
         self._died = died
@@ -84,9 +85,11 @@ class VersionedScheduler(Scheduler):
         threading.Thread(target=self.run, name="scheduler", daemon=True).start()
 
     def run(self) -> None:
-        """Runs the loop until it fails."""
+        """Runs the loop until it fails or the source ends."""
         try:
             self.event_loop_normal()
+        except Stopped:
+            self.ended()
         except BaseException as error:
             log.exception("the scheduler has failed")
             self._died(f"the scheduler has failed: {error!r}")
@@ -165,13 +168,13 @@ class VersionedScheduler(Scheduler):
     def _swap(self, version: int) -> None:
         if self._update == "recompute":
             self._retract_running()
-        self.tp_worker.worker.model_runner.model_state_leaves = list(self.staged.pop(version))
+        self.tp_worker.worker.model_runner.model_state_leaves = list(self.staged.pop(version)())
         self.policy_version = version
         for req in [*self.waiting_queue, *self.grammar_queue]:
             if not req.output_ids or self._update == "recompute":
                 # Nothing is computed of it, or nothing any more: it may find what the new weights compute.
                 req.extra_key = namespace(req.extra_key.asked, version, self._update)
-        self.swapped(version)
+        self.swapped()
 
     def _retract_running(self) -> None:
         """Sends whatever is being computed back to the front of the queue, without keys.

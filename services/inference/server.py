@@ -112,8 +112,10 @@ class Server:
         if path in _REFUSED:
             return await _send(send, 400, _error(f'refused: {_REFUSED[path]}; use POST /weights {{"hold_s": SECONDS}}'))
         status, body = self._ready()
-        if self.stock is None or status != 200:
+        if status != 200:
             return await _send(send, status, body)
+        if self.stock is None:
+            return await _send(send, 404, _error("an engine of several hosts has no stock API, only /generate"))
         if path == "/sglang/generate":
             scope = {**scope, "path": "/generate", "raw_path": b"/generate"}
         with self._answering():

@@ -28,6 +28,7 @@ class Engine:
 
     def __init__(self, settings: config.Config, process: processes.Process, url: str, trainer: Trainer, loop: Any):
         self.settings, self.process, self.url = settings, process, url
+        self.followers: list[processes.Process] = []  # its other hosts
         self.model: dict[str, Any] = json.loads((settings.model_path / "config.json").read_text())
         self.versions: dict[int, dict[str, np.ndarray]] = {}
         self._trainer, self._loop = trainer, loop
@@ -116,9 +117,14 @@ class Engine:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *, model: Mapping[str, Any], inference: Mapping[str, Any], arguments: tuple[str, ...] = ()
+    folder: Path,
+    *,
+    model: Mapping[str, Any],
+    inference: Mapping[str, Any],
+    arguments: tuple[str, ...] = (),
+    nodes: int = 1,
 ) -> Iterator[Engine]:
-    """An engine that is built but holds no weights yet."""
+    """An engine, of so many hosts, that is built but holds no weights yet."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="trainer", daemon=True)
     thread.start()
@@ -126,14 +132,19 @@ def running(
     settings = run_file(folder, trainer.address, model=model, inference=inference)
     listen = f"127.0.0.1:{processes.free_port()}"
     command = processes.service("inference", "--config", str(folder / "run.yaml"), "--listen", listen, *arguments)
-    process = processes.Process(command, folder / "engine.log")
+    if nodes > 1:
+        command += ["--nodes", str(nodes), "--coordinator", f"127.0.0.1:{processes.free_port()}", "--node-rank"]
+    process = processes.Process([*command, "0"] if nodes > 1 else command, folder / "engine.log")
     engine = Engine(settings, process, f"http://{listen}", trainer, loop)
+    for rank in range(1, nodes):
+        engine.followers.append(processes.Process([*command, str(rank)], folder / f"host-{rank}.log"))
     try:
         # /get_load answers once the engine is built.
         processes.wait_until(lambda: engine.status("/get_load") == 200, timeout_s=300, process=process)
         yield engine
     finally:
-        process.stop()
+        for each in (process, *engine.followers):
+            each.stop()
         asyncio.run_coroutine_threadsafe(trainer.stop(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -15,10 +15,10 @@ from tests.processes import wait_until
 pytestmark = pytest.mark.timeout(400)  # the first start on a machine compiles
 
 MODEL = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-# Little memory, so that requests also go back to the queue for want of it.
+# As in test_engine.py, so that what it has compiled serves here too.
 INFERENCE = {
     "context_length": 512,
-    "kv_cache_tokens": 3072,
+    "kv_cache_tokens": 8192,
     "max_running_requests": 16,
     "batch_buckets": [1, 16],
     "prefill_chunk_tokens": 128,
@@ -35,7 +35,7 @@ def pair(tmp_path_factory):
         engines.running(
             tmp_path_factory.mktemp("leaving"),
             model=MODEL,
-            inference={**INFERENCE, "kv_cache_tokens": 8192, "drain_timeout_s": 0.1},
+            inference={**INFERENCE, "drain_timeout_s": 0.1},
         ) as leaving,
     ):
         recomputing.publish(1)

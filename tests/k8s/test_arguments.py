@@ -66,7 +66,6 @@ def test_a_wrong_argument_is_seen():
     assert "unrecognized arguments" in complaint("environment", arguments("laptop", "environment", changed=["--x=1"]))
 
 
-@pytest.mark.xfail(strict=True, reason="an engine of several hosts is not built yet: docs/gke.md, What is missing")
 def test_an_engine_of_several_hosts_takes_its_arguments():
     words = arguments("leader-worker-set", "inference")
     assert any(word.startswith("--node-rank") for word in words)
