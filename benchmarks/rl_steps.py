@@ -1,7 +1,9 @@
 """Weights of consecutive RL steps, made by the trainer's own learner, for benchmarks of what changes in a step.
 
-The policy-gradient loss on a few short texts, half of them rewarded and half not, at a constant learning rate. Adam is
-in its first steps, where every parameter that has a gradient moves by about the whole rate: later steps change less.
+The policy-gradient loss on a few short texts, half of them rewarded and half not, at a constant learning rate. The
+weights begin off bfloat16's grid, at random within half a step of it, where training for a while brings them: a file's
+weights lie on it, and would seem not to change at first. Adam is in its first steps, where every parameter that has a
+gradient moves by about the whole rate; later steps change less.
 """
 
 from __future__ import annotations
@@ -41,7 +43,12 @@ def snapshots(
     learner = Learner(
         shape, mesh, optimizer=config.Optimizer(learning_rate=learning_rate), steps=steps, loss=config.Loss()
     )
-    state = learner.initial_state(huggingface.load_parameters(folder, shape, mesh))
+    random = np.random.default_rng(0)
+    parameters = {
+        name: array * (1 + random.uniform(-(2**-9), 2**-9, array.shape).astype(np.float32))
+        for name, array in huggingface.load_parameters(folder, shape, mesh).items()
+    }
+    state = learner.initial_state(parameters)
     microbatches = pack(_samples(folder), max_row_tokens=ROW_TOKENS, buckets=(ROWS,))
     yield list(huggingface.to_huggingface(state.parameters, dtype))
     for _ in range(steps):

@@ -28,7 +28,7 @@ _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Whoever sends or receives weights allocates chunks of 2 MiB, which glibc by default takes from the kernel and gives
 # back one by one: each is paged in anew. Kept, gRPC moved 512 MiB in such chunks at 3,367 MB/s instead of 672, for less
 # than a third of the processor time. glibc reads these when a process starts; other C libraries ignore them.
-_KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def plan(config: Config) -> LocalRun:
         else:
             metrics[name] = address()
             command += ["--metrics-listen", metrics[name]]
-        environment = _KEEP_FREED_MEMORY if module in ("trainer", "inference") else {}
+        environment = KEEP_FREED_MEMORY if module in ("trainer", "inference") else {}
         return Command(name, (*command, *arguments), folder / "logs" / f"{name}.log", grace_s, ends, environment)
 
     redis = None

@@ -131,7 +131,7 @@ class WeightServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
             )
             return
         for index in range(first, len(manifest.tensors)):
-            (parcel,) = await shipment.parcels(index, 0)
+            parcel = (await shipment.parcels(index, 0))[0]
             for offset in range(0, len(parcel), self._chunk_bytes):
                 data = bytes(parcel[offset : offset + self._chunk_bytes])
                 chunk = pb.WeightChunk(tensor_index=index, offset=offset, data=data)

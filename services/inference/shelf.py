@@ -83,7 +83,7 @@ class Shelf:
         for version in [number for number in self._full if number != weights.policy_version]:
             self.drop(version)
         for version, leases in self._leases.items():
-            if previous is None or version < previous.policy_version:
+            if previous and version < previous.policy_version:
                 for lease in leases:
                     lease.revoke()
         self._wake()
