@@ -1,6 +1,8 @@
 """services.envs.python_tool: code runs in a sandbox that keeps its variables; only the right answer earns."""
 
 import json
+import os
+import signal
 
 import grpc
 import pytest
@@ -11,7 +13,7 @@ from services.envs import catalog
 from services.envs.environment import ToolCall, assistant
 from services.envs.python_tool import KINDS, PythonTool, is_right
 from tests.envs.conversation import DEMONSTRATION, Conversation, answer, play, reset, say, serving
-from tests.envs.sandbox.strengths import namespaces_allowed
+from tests.envs.sandbox.strengths import jails, namespaces_allowed
 
 MONTY = {"strength": "monty"}
 STRENGTHS = [
@@ -159,10 +161,16 @@ def test_options_that_make_no_task_are_refused():
     assert set(KINDS) == {"arithmetic", "text", "list"}
 
 
-async def test_a_sandbox_that_fails_costs_the_episode_and_no_reward(monkeypatch):
-    async with serve() as (stub, _):
+@pytest.mark.skipif(not namespaces_allowed(), reason="no user namespaces")
+async def test_a_sandbox_that_dies_costs_the_episode_and_no_reward():
+    async with serve(sandbox={"strength": "process", "max_open": 1}) as (stub, _):
         conversation = Conversation(stub)
         await conversation.send(reset("python_tool"))
-        monkeypatch.setenv("MONTY_BIN", "/no/such/program")
-        code, details = await conversation.refusal(calls("print(1)"))
-    assert code == grpc.StatusCode.INTERNAL and "SandboxError" in details
+        await conversation.send(calls("x = 1"))
+        for process in jails():
+            os.kill(process, signal.SIGKILL)
+        code, details = await conversation.refusal(calls("print(x)"))
+        assert code == grpc.StatusCode.INTERNAL and "SandboxError" in details
+        other = Conversation(stub)
+        await other.send(reset("python_tool"))
+        assert (await other.send(calls("print(1)"))).messages[0].content == "1"

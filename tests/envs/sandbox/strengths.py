@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +68,13 @@ def _containers(max_open: int) -> Sandboxes:
         return verified(Choice(strength=Strength.CONTAINER, limits=LIMITS, max_open=max_open, image=image))
     except StartupError as error:
         pytest.skip(str(error))
+
+
+def children() -> set[int]:
+    """Process ids of this process's children."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+def jails() -> set[int]:
+    """Those that hold a sandbox of the strength `process`."""
+    return {pid for pid in children() if "jail.main" in Path(f"/proc/{pid}/cmdline").read_text()}

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import pathlib
 import signal
 
 import pytest
@@ -13,7 +12,7 @@ from services.envs.sandbox.choice import Choice, verified
 from services.envs.sandbox.hazards import Strength
 from services.envs.sandbox.process import ProcessSandboxes
 from services.envs.sandbox.sandbox import Code, Command, Ending, Limits, SandboxError
-from tests.envs.sandbox.strengths import EACH_WAY, EACH_WAY_WITH_COMMANDS, LIMITS, sandboxes
+from tests.envs.sandbox.strengths import EACH_WAY, EACH_WAY_WITH_COMMANDS, LIMITS, children, jails, sandboxes
 
 DEADLINE_S = 60.0
 
@@ -88,11 +87,11 @@ async def test_a_cancelled_run_leaves_nothing(way):
     running = asyncio.Event()
     task = asyncio.create_task(episode(running))
     await running.wait()
-    children = _children()
+    before = children()
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
-    assert not (children & _children()) or way == "container"
+    assert not (before & children()) or way == "container"
     async with opened.open() as sandbox:  # its slot is free again
         assert (await sandbox.run(Code("print(1)"), deadline_s=DEADLINE_S)).stdout == "1\n"
 
@@ -141,9 +140,8 @@ async def test_monty_says_what_it_cannot():
 async def test_a_sandbox_that_dies_is_an_infrastructure_failure():
     async with sandboxes("namespaces").open() as sandbox:
         assert isinstance(sandbox, supervised.Supervised)
-        for pid in _children():
-            if "jail.main" in _command_line(pid):
-                os.kill(pid, signal.SIGKILL)
+        for process in jails():
+            os.kill(process, signal.SIGKILL)
         with pytest.raises(SandboxError, match=r"does not answer|takes no request"):
             await sandbox.run(Code("print(1)"), deadline_s=DEADLINE_S)
 
@@ -192,12 +190,3 @@ def test_the_same_choice_shares_its_slots():
     assert verified(Choice.parse({"strength": "monty", "max_open": 3})) is first
     assert verified(Choice.parse({"strength": "monty", "max_open": 4})) is not first
     assert Choice.parse({}).limits == Limits()
-
-
-def _command_line(pid: int) -> str:
-    return pathlib.Path(f"/proc/{pid}/cmdline").read_text()
-
-
-def _children() -> set[int]:
-    children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    return set(map(int, children.split()))
