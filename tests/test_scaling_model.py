@@ -209,15 +209,32 @@ def test_one_stream_is_no_faster_than_itself():
     assert times[3, 1] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("engines", [1, 2, 8, 26, 80])
-def test_a_fan_out_costs_the_trainer_two_copies_and_a_logarithm_of_rounds(engines):
-    weights = Weights(size_bytes=10.0, egress_bytes_per_s=5.0, stream_bytes_per_s=5.0, fan_out=2)
+@pytest.mark.parametrize("engines", [1, 2, 3, 8, 80])
+def test_a_fan_out_costs_the_trainer_one_copy_and_a_tensor_for_each_level_of_the_tree(engines):
+    weights = Weights(10.0, egress_bytes_per_s=5.0, stream_bytes_per_s=5.0, fan_out=2, piece_fraction=0.1)
     times, distribution = pulled(weights, engines)
     assert len(times) == engines
-    assert distribution.trainer_bytes == min(engines, 2) * 10.0
-    # A round sends two copies from each who has one, at half speed: 2, then 2 + 4, then 6 + 12, …
-    rounds = 1 if engines <= 2 else 1 + math.ceil(math.log(engines / 2, 3))
-    assert max(times.values()) == pytest.approx(rounds * 4.0)
+    assert distribution.trainer_bytes == 10.0
+    assert distribution.trainer_busy_s == pytest.approx(2.0)
+    # From the trainer in 2 s. An engine sends to two at half the pace; a tensor of a tenth then takes 0.4 s a level.
+    for engine in range(engines):
+        level = int(math.log2(engine + 1))
+        assert times[engine, 1] == pytest.approx(4.0 + 0.4 * (level - 1) if level else 2.0)
+
+
+def test_engines_that_hold_different_versions_get_their_deltas_in_trees_of_their_own():
+    weights = Weights(10.0, 5.0, 5.0, delta_fraction=0.1, fan_out=2, piece_fraction=0.1)
+    distribution = Distribution(weights, 4)
+    distribution.announce(0.0, 1)
+    arrived = distribution.arrived(4.0)
+    assert [engine for engine, _ in arrived] == [0, 1, 2]
+    for engine, _ in arrived:
+        distribution.installed(4.0, engine)
+    distribution.announce(5.0, 2)
+    distribution.arrived(100.0)
+    distribution.installed(100.0, 3)  # it had version 1 late, and asks when the others have version 2
+    assert distribution.trainer_bytes == pytest.approx(10.0 + 1.0)
+    assert distribution.next_s() == pytest.approx(100.4)  # from a peer, at half the pace
 
 
 def test_a_delta_is_a_fraction_once_a_version_is_held():

@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks import results
 
 _V6E = "https://cloud.google.com/tpu/docs/v6e"
+_DELTA = "assumed: bytes of an exact difference of bfloat16 weights after an RL step"
 _QWEN3 = "config.json of Qwen/Qwen3-4B"
 
 
@@ -46,6 +47,7 @@ class Inputs:
     stream_bytes_per_s: Input
     egress_bytes_per_s: Input
     delta_fraction: Input
+    piece_fraction: Input
     copy_bytes_per_s: Input
     swap_s: Input
 
@@ -57,6 +59,8 @@ class Inputs:
 def read(folder: Path = results.FOLDER) -> Inputs:
     """The inputs, with what our benchmarks have measured. Raises FileNotFoundError before they have."""
     gateway, bus = (json.loads((folder / f"{name}.json").read_text()) for name in ("gateway", "bus"))
+    path = folder / "weights.json"
+    weights = json.loads(path.read_text()) if path.exists() else {}
     grpc = "grpc.aio, protobuf in pieces of 1 MB and a raised malloc threshold, on two cores of an AMD EPYC"
     return Inputs(
         gateway_step_s=Input(_ours(gateway, "gateway_cpu_per_step") * 1e-6, "s", "results/gateway.json"),
@@ -74,12 +78,20 @@ def read(folder: Path = results.FOLDER) -> Inputs:
         compute_efficiency=Input(0.4, "1", "assumed: share of peak that prefill and training reach"),
         max_running=Input(64, "requests", "k8s/values/spot-engines.yaml, inference.max_running_requests"),
         slots=Input(512, "episodes", "k8s/values/spot-engines.yaml, rollout.max_concurrent_episodes"),
-        stream_bytes_per_s=Input(2.3e9, "bytes/s", f"measured: {grpc}"),
+        stream_bytes_per_s=_measured(weights, "weights_pull_bulk", 1e6, Input(2.3e9, "bytes/s", f"measured: {grpc}")),
         egress_bytes_per_s=Input(4.1e9, "bytes/s", f"measured, of one process and core: {grpc}"),
-        delta_fraction=Input(0.03, "1", "assumed: bytes of an exact difference of bfloat16 weights after an RL step"),
+        delta_fraction=_measured(weights, "weights_delta_bytes_1e-06", 1.0, Input(0.03, "1", _DELTA)),
+        piece_fraction=Input(0.1, "1", f"{_QWEN3}: the embedding, 151936 x 2560"),
         copy_bytes_per_s=Input(5e9, "bytes/s", "assumed: to or from a chip, hashed"),
         swap_s=Input(0.05, "s", "assumed: an engine stands still between two decode steps"),
     )
+
+
+def _measured(figures: dict[str, dict[str, float]], metric: str, scale: float, otherwise: Input) -> Input:
+    """What results/weights.json says, if it does."""
+    if metric not in figures:
+        return otherwise
+    return Input(_ours(figures, metric) * scale, otherwise.unit, f"results/weights.json, {metric}")
 
 
 def _ours(figures: dict[str, dict[str, float]], metric: str) -> float:

@@ -40,7 +40,8 @@ class Weights:
     egress_bytes_per_s: float  # of the trainer, all pulls together
     stream_bytes_per_s: float  # of one pull, and of what an engine sends to its peers
     delta_fraction: float = 1.0  # bytes of a version's difference from the one before; 1: always the full snapshot
-    fan_out: int = 0  # peers that an engine serves at once; 0: everyone pulls from the trainer
+    fan_out: int = 0  # peers that an engine sends a version to; 0: everyone pulls from the trainer
+    piece_fraction: float = 1.0  # share of the largest tensor: an engine passes it on when it has come whole
     snapshot_s: float = 0.0  # the trainer copies and hashes
     stage_s: float = 0.0  # an engine checks and stages, while it serves
     swap_s: float = 0.0  # an engine stands still

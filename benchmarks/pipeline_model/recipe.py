@@ -121,6 +121,7 @@ def weights(inputs: Inputs, publication: Publication) -> Weights:
         stream_bytes_per_s=inputs.stream_bytes_per_s.value,
         delta_fraction=inputs.delta_fraction.value if publication.delta else 1.0,
         fan_out=publication.fan_out,
+        piece_fraction=inputs.piece_fraction.value,
         snapshot_s=size / inputs.copy_bytes_per_s.value,
         stage_s=size / inputs.copy_bytes_per_s.value,
         swap_s=inputs.swap_s.value,
