@@ -13,7 +13,7 @@ BASE_IMAGE ?= python:3.12-slim
 TAG ?= 0.1.0
 COMPOSE := BASE_IMAGE=$(BASE_IMAGE) TAG=$(TAG) $(K8S)/venv/bin/docker-compose
 
-.PHONY: help install proto demo demo-calculator demo-tools demo-smollm2 test test-slow test-k8s test-containers chart metrics images compose-demo sbom audit lint format lock clean
+.PHONY: help install proto demo demo-calculator demo-tools demo-smollm2 test test-slow test-tau2 test-k8s test-containers chart metrics images compose-demo sbom audit lint format lock clean
 
 help: ## shows this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,11 +48,16 @@ $(SMOLLM2)/model.safetensors: requirements-smollm2.lock tools/convert_smollm2.py
 
 test: install ## unit and integration tests, with real processes
 	sh tools/install_redis.sh
+	sh tools/install_node.sh
 	$(RUN) -m pytest -m "not slow" --ignore=tests/k8s --ignore=tests/containers $(ARGS)
 
 test-slow: install ## the tests that take long: three seeds of the demo and its blind control
 	sh tools/install_redis.sh
 	$(RUN) -m pytest -m slow --ignore=tests/containers $(ARGS)
+
+test-tau2: $(STUBS) ## the environment tau2, in a virtual environment of its own (600 MB)
+	PYTHON="$(PYTHON)" sh tools/install.sh .cache/tau2 requirements/env-tau2.lock
+	.cache/tau2/bin/python -m pytest tests/envs/test_customer_service.py $(ARGS)
 
 test-k8s: install $(K8S)/.installed ## the Helm chart: rendered by real helm, against schemas, rules and the programs
 	sh tools/install_redis.sh

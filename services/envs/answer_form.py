@@ -17,9 +17,10 @@ FUNCTIONS = frozenset({"Abs", "exp", "ln", "log", "sqrt"}).union(
 )
 
 
-def is_arithmetic(text: str) -> bool:
-    """Whether the text is an expression of whole numbers, + - * / and parentheses."""
-    return re.fullmatch(r"[\d\s+\-*/()]*", text, re.ASCII) is not None and "**" not in text and is_formula(text)
+def is_arithmetic(text: str, *, decimals: bool = False) -> bool:
+    """Whether the text is an expression of whole numbers, or of decimal ones too, + - * / and parentheses."""
+    characters = r"[\d\s+\-*/().]*" if decimals else r"[\d\s+\-*/()]*"
+    return re.fullmatch(characters, text, re.ASCII) is not None and "**" not in text and is_formula(text)
 
 
 def is_formula(text: str) -> bool:

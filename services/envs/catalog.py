@@ -22,10 +22,12 @@ CATALOG = {
     "python_tool": "services.envs.python_tool:PythonTool",
     "reasoning_gym": "services.envs.reasoning:Reasoning",
     "short_answer": "services.envs.short_answer:ShortAnswer",
+    "swe_lite": "services.envs.swe_lite:SweLite",
+    "tau2": "services.envs.customer_service:CustomerService",
     "textarena": "services.envs.text_games:TextGame",
 }
 # These need more than the records: the extra of that name brings it.
-EXTRAS = frozenset({"gymnasium", "http_tool", "judge", "mcp", "openenv", "reasoning_gym", "textarena"})
+EXTRAS = frozenset({"gymnasium", "http_tool", "judge", "mcp", "openenv", "reasoning_gym", "tau2", "textarena"})
 
 
 def find(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:

@@ -44,6 +44,11 @@ def test_arithmetic(text):
     assert answer_form.is_arithmetic(text) and answer_form.is_formula(text)
 
 
+def test_decimals_are_arithmetic_where_they_are_asked_for():
+    assert answer_form.is_arithmetic("1.5 * (2 + .5)", decimals=True)
+    assert not answer_form.is_arithmetic("1.5") and not answer_form.is_arithmetic("9.**9.**9.", decimals=True)
+
+
 @pytest.mark.parametrize(
     "text",
     [
