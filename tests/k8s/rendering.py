@@ -158,6 +158,29 @@ MATRIX: dict[str, tuple[str, ...]] = {
         "redis.enabled=false",
         'redis.external={"existingSecret":"bus","caSecret":"bus-ca","cidr":"10.1.2.3/32"}',
     ),
+    "secured": (
+        "laptop",
+        'tls={"existingSecret":"certificates","clientCertificates":true}',
+        'auth={"existingSecret":"token","environmentsSecret":"environment-tokens"}',
+        'environment.tlsSecret="environment-certificates"',
+        'config.environments.search={"address":"search.example:50051","tls":true,'
+        '"token_file":"/etc/headrace-environment-tokens/search"}',
+        'config.environments.calculator={"class":"calculator"}',
+        'redis={"tlsSecret":"redis-certificates","auth":{"existingSecret":"redis-password"}}',
+        'gateway.autoscaling.kind="keda"',
+        'monitoring={"podMonitoring":true,"serviceMonitor":true}',
+    ),
+    "secured-slices": (
+        "v5p-multi-host",
+        'tls.existingSecret="certificates"',
+        'auth.existingSecret="token"',
+        'environment.tlsSecret="environment-certificates"',
+    ),
+    "traced": (
+        "laptop",
+        'config.telemetry.traces={"endpoint":"http://collector.observability:4318","sample_ratio":0.1}',
+        'networkPolicy.traceCollector=[{"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":"observability"}}}]',
+    ),
     "no-network-policies": ("laptop", "networkPolicy.enabled=false", "tests.episode=false"),
     "dressed": (
         "laptop",

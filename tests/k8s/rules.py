@@ -18,6 +18,12 @@ _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
+_OWN_SECRETS = {
+    ("environment", "tls"),
+    ("environment", "environment-tokens"),
+    ("inference", "tls"),
+    ("inference", "token"),
+}
 _LWS_VARIABLES = {"LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE"}
 
 
@@ -159,7 +165,7 @@ def listeners_are_container_ports(objects: list[Object]) -> Iterator[str]:
         for container in _containers(item):
             ports = {port["containerPort"] for port in container.get("ports", [])}
             for argument in container.get("args", []):
-                match = re.fullmatch(r"--(metrics-)?listen=0\.0\.0\.0:(\d+)", argument)
+                match = re.fullmatch(r"--([a-z]+-)?listen=0\.0\.0\.0:(\d+)", argument)
                 if match and int(match.group(2)) not in ports:
                     yield f"{item.name}: {argument} is no container port"
 
@@ -284,17 +290,32 @@ def containers_have_resources_and_pinned_images(objects: list[Object]) -> Iterat
 
 
 def environments_are_locked_in(objects: list[Object]) -> Iterator[str]:
-    """An environment holds no secret and no address of Redis."""
+    """No secret but its own certificate and token, and no address of Redis; the same for an engine and Redis."""
+    shared = {
+        volume["secret"]["secretName"]
+        for item in pods(objects)
+        if item.labels.get("app.kubernetes.io/component") in ("trainer", "redis")
+        for volume in item.spec.get("volumes", [])
+        if "secret" in volume
+    }
     for item in pods(objects):
-        if item.labels.get("app.kubernetes.io/component") not in ("environment", "inference"):
+        component = item.labels.get("app.kubernetes.io/component")
+        if component not in ("environment", "inference"):
             continue
         for container in _containers(item):
             for variable in container.get("env", []):
                 if "secretKeyRef" in variable.get("valueFrom", {}):
                     yield f"{item.name}: holds the secret {variable['name']}"
         for volume in item.spec["volumes"]:
-            if "secret" in volume:
+            secret = volume.get("secret", {})
+            if "secret" in volume and (component, volume["name"]) not in _OWN_SECRETS:
                 yield f"{item.name}: holds the secret {volume['name']}"
+            if component == "environment" and secret.get("secretName") in shared:
+                yield f"{item.name}: holds a secret of the trainer's or of Redis"
+            if component == "environment" and volume["name"] == "environment-tokens":
+                names = [entry["key"].lower().replace("_", "-") for entry in secret.get("items", [])]
+                if names != [item.labels["headrace/environment"]]:
+                    yield f"{item.name}: holds the tokens of {names}"
             entries = volume.get("configMap", {}).get("items", [])
             if any(entry["key"] == "run.yaml" for entry in entries):
                 yield f"{item.name}: is told where Redis is"

@@ -7,13 +7,14 @@ import pytest
 from tests.k8s.network import allowed
 from tests.k8s.rendering import find, matrix, pods
 
-GRPC, HTTP, REDIS, METRICS = 50051, 30000, 6379, 9090
+GRPC, HEALTH, BULK, HTTP, REDIS, METRICS = 50051, 50052, 50053, 30000, 6379, 9090
 NEEDED = {
     ("trainer", "redis", REDIS),
     ("gateway", "redis", REDIS),
     ("gateway", "environment", GRPC),
     ("gateway", "inference", HTTP),
     ("inference", "trainer", GRPC),
+    ("inference", "trainer", BULK),
     ("test", "trainer", GRPC),
     ("test", "gateway", GRPC),
     ("test", "environment", GRPC),
@@ -25,17 +26,24 @@ def components(objects):
     return {item.labels["app.kubernetes.io/component"]: item for item in pods(objects)}
 
 
-@pytest.mark.parametrize("name", ["laptop", "v5e-8", "keda-with-password"])
-def test_exactly_the_needed_connections_pass(name):
+# Under TLS nothing travels beside it.
+NEEDED_UNDER_TLS = NEEDED - {("inference", "trainer", BULK)}
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [("laptop", NEEDED), ("v5e-8", NEEDED), ("keda-with-password", NEEDED), ("secured", NEEDED_UNDER_TLS)],
+)
+def test_exactly_the_needed_connections_pass(name, needed):
     objects = matrix(name)
     found = components(objects)
     passing = {
         (source, target, port)
         for source, target in itertools.permutations(found, 2)
-        for port in (GRPC, HTTP, REDIS, METRICS)
+        for port in (GRPC, HEALTH, BULK, HTTP, REDIS, METRICS)
         if allowed(objects, found[source], found[target], port)
     }
-    assert passing == NEEDED
+    assert passing == needed
 
 
 @pytest.mark.parametrize(("name", "component"), [("v5p-multi-host", "trainer"), ("leader-worker-set", "inference")])
@@ -45,6 +53,27 @@ def test_hosts_of_a_slice_reach_each_other(name, component):
     assert allowed(objects, host, host, 8471)
     other = matrix("laptop")
     assert not allowed(other, components(other)[component], components(other)[component], 8471)
+
+
+@pytest.mark.parametrize(("name", "bulk"), [("laptop", True), ("secured", False)])
+def test_engines_hand_weights_on_to_each_other(name, bulk):
+    objects = matrix(name)
+    engine = components(objects)["inference"]
+    assert allowed(objects, engine, engine, GRPC)
+    assert allowed(objects, engine, engine, BULK) is bulk
+    assert not allowed(objects, engine, engine, HTTP)
+
+
+def test_only_those_that_trace_reach_the_collector():
+    def reaches(name, component):
+        egress = find(matrix(name), "NetworkPolicy", f"-{component}")["spec"]["egress"]
+        return any("observability" in str(rule) for rule in egress)
+
+    for component in ("trainer", "gateway", "inference"):
+        assert reaches("traced", component)
+        assert not reaches("laptop", component)
+    assert not reaches("traced", "env-guess-number")
+    assert not reaches("traced", "redis")
 
 
 def test_environments_reach_nothing_unless_told():

@@ -100,11 +100,11 @@ def service_to_no_port(objects):
 
 
 def probe_of_no_port(objects):
-    container(objects, "gateway")["readinessProbe"]["grpc"]["port"] = 50052
+    container(objects, "gateway")["readinessProbe"]["grpc"]["port"] = 50099
 
 
 def listener_on_no_port(objects):
-    container(objects, "gateway")["args"][1] = "--listen=0.0.0.0:50052"
+    container(objects, "gateway")["args"][1] = "--listen=0.0.0.0:50099"
 
 
 def undefined_variable(objects):
@@ -170,6 +170,24 @@ def secret_in_an_environment(objects):
     container(objects, "environment")["env"] = env
 
 
+def tokens_of_all_in_an_environment(objects):
+    del volume_of_an_environment(objects, "environment-tokens")["secret"]["items"]
+
+
+def certificate_of_the_trainer_in_an_environment(objects):
+    volume_of_an_environment(objects, "tls")["secret"]["secretName"] = "certificates"
+
+
+def volume_of_an_environment(objects, name):
+    volumes = find(objects, "Deployment", "-env-guess-number")["spec"]["template"]["spec"]["volumes"]
+    return next(volume for volume in volumes if volume["name"] == name)
+
+
+def health_at_no_port(objects):
+    ports = find(objects, "Deployment", "-gateway")["spec"]["template"]["spec"]["containers"][0]["ports"]
+    ports.remove({"name": "health", "containerPort": 50052})
+
+
 def bus_in_an_environment(objects):
     pod(objects, "environment")["volumes"][0]["configMap"]["items"][0]["key"] = "run.yaml"
 
@@ -214,6 +232,9 @@ def bus_in_an_environment(objects):
         ("laptop", rules.containers_have_resources_and_pinned_images, no_memory_limit),
         ("others-redis", rules.environments_are_locked_in, secret_in_an_environment),
         ("laptop", rules.environments_are_locked_in, bus_in_an_environment),
+        ("secured", rules.environments_are_locked_in, tokens_of_all_in_an_environment),
+        ("secured", rules.environments_are_locked_in, certificate_of_the_trainer_in_an_environment),
+        ("laptop", rules.listeners_are_container_ports, health_at_no_port),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -14,6 +14,7 @@
   (list "inference.replicas" (hasKey $inference "replicas") "it is for `headrace run`; set inference.replicas at the top")
   (list "inference.compilation_cache" (hasKey $inference "compilation_cache") "the chart mounts it; see storage.compilationCache")
   (list "inference.addresses" (and .Values.inference.enabled (hasKey $inference "addresses")) "the chart serves engines; set inference.enabled: false to use others")
+  (list "security" (hasKey $config "security") "the chart mounts the files; see tls and auth")
   (list "redis.url" (hasKey (default dict $config.redis) "url") "it may hold a password; see redis.external")
 }}
 {{- range $owned }}
@@ -29,6 +30,9 @@
 {{- end }}
 {{- include "headrace.checkEnvironments" . }}
 {{- include "headrace.checkRedis" . }}
+{{- include "headrace.checkSecurity" . }}
+{{- include "headrace.checkOthersToken" . }}
+{{- include "headrace.checkTraces" . }}
 {{- include "headrace.checkTpu" (dict "of" "trainer" "tpu" .Values.trainer.tpu) }}
 {{- include "headrace.checkTpu" (dict "of" "inference" "tpu" .Values.inference.tpu) }}
 {{- include "headrace.checkDevices" . }}
@@ -59,6 +63,44 @@
 {{- if not (hasKey $.Values.config.environments $key) }}
 {{- fail (printf "environments.%s: config.environments has no such key" $key) }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A token in plaintext is no secret, and an environment must hold nobody else's. */}}
+{{- define "headrace.checkSecurity" -}}
+{{- $tls := .Values.tls.existingSecret }}
+{{- if and (or .Values.auth.existingSecret .Values.auth.environmentsSecret) (not $tls) }}
+{{- fail "auth: a token that is sent in plaintext is no secret; set tls.existingSecret too" }}
+{{- end }}
+{{- range $key := include "headrace.environments" . | fromJsonArray }}
+{{- $values := include "headrace.environmentValues" (dict "root" $ "component" "environment" "environment" $key) | fromJson }}
+{{- if and $tls (not $values.tlsSecret) }}
+{{- fail (printf "tls.existingSecret is set: give environment %s a certificate of its own in environment.tlsSecret or environments.%s.tlsSecret" $key $key) }}
+{{- end }}
+{{- if and $tls (eq $values.tlsSecret $tls) }}
+{{- fail (printf "environment %s must not hold the other services' key: let tlsSecret be another Secret than tls.existingSecret" $key) }}
+{{- end }}
+{{- $config := get $.Values.config.environments $key }}
+{{- if or (hasKey $config "tls") (hasKey $config "token_file") }}
+{{- fail (printf "config.environments.%s: tls and token_file must not be set: the chart serves it; see environment.tlsSecret and auth.environmentsSecret" $key) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* An environment that somebody else serves takes its token from the same Secret. */}}
+{{- define "headrace.checkOthersToken" -}}
+{{- range $key, $environment := .Values.config.environments }}
+{{- $path := printf "/etc/headrace-environment-tokens/%s" $key }}
+{{- if and $environment.address $environment.token_file (or (ne $environment.token_file $path) (not $.Values.auth.environmentsSecret)) }}
+{{- fail (printf "config.environments.%s.token_file must be %s, where auth.environmentsSecret is mounted; put the token under that key" $key $path) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "headrace.checkTraces" -}}
+{{- $traces := default dict (default dict .Values.config.telemetry).traces }}
+{{- if and $traces.endpoint .Values.networkPolicy.enabled (not .Values.networkPolicy.traceCollector) }}
+{{- fail "config.telemetry.traces.endpoint is set: say in networkPolicy.traceCollector where that collector is, or nobody may reach it" }}
 {{- end }}
 {{- end }}
 

@@ -25,7 +25,22 @@
 {{- $_ := set $config "inference" $inference }}
 {{- range $key := include "headrace.environments" $root | fromJsonArray }}
 {{- $name := include "headrace.component" (dict "root" $root "component" "environment" "environment" $key) }}
-{{- $_ := set (get $config.environments $key) "address" (printf "%s.%s.svc:50051" $name $namespace) }}
+{{- $environment := get $config.environments $key }}
+{{- $_ := set $environment "address" (printf "%s.%s.svc:50051" $name $namespace) }}
+{{- if $root.Values.auth.environmentsSecret }}
+{{- $_ := set $environment "token_file" (printf "/etc/headrace-environment-tokens/%s" $key) }}
+{{- end }}
+{{- end }}
+{{- $security := dict }}
+{{- if $root.Values.tls.existingSecret }}
+{{- $tls := dict "certificate" "/etc/headrace-tls/tls.crt" "key" "/etc/headrace-tls/tls.key" "authority" "/etc/headrace-tls/ca.crt" }}
+{{- $_ := set $security "tls" (set $tls "client_certificates" $root.Values.tls.clientCertificates) }}
+{{- end }}
+{{- if $root.Values.auth.existingSecret }}
+{{- $_ := set $security "token_file" "/etc/headrace-token/token" }}
+{{- end }}
+{{- if $security }}
+{{- $_ := set $config "security" $security }}
 {{- end }}
 {{- $redis := default dict $config.redis }}
 {{- $_ := set $redis "url" (ternary (include "headrace.redisUrl" $root) "" .redis) }}
@@ -36,10 +51,21 @@
 {{/* The address in the run file: a variable of the environment where a Secret has part in it. */}}
 {{- define "headrace.redisUrl" -}}
 {{- if and .Values.redis.enabled (not .Values.redis.auth.existingSecret) }}
-{{- printf "redis://%s/0" (include "headrace.redisAddress" .) }}
+{{- include "headrace.redisOurs" (dict "root" . "login" "") }}
 {{- else }}
 {{- print "${HEADRACE_REDIS_URL}" }}
 {{- end }}
+{{- end }}
+
+{{/* The address of our own. Takes root and login. */}}
+{{- define "headrace.redisOurs" -}}
+{{- $tls := .root.Values.redis.tlsSecret }}
+{{- printf "%s://%s%s/0%s" (ternary "rediss" "redis" (ne $tls "")) .login (include "headrace.redisAddress" .root) (ternary "?ssl_ca_certs=/etc/headrace-redis-ca/ca.crt" "" (ne $tls "")) }}
+{{- end }}
+
+{{/* The Secret whose ca.crt signed Redis's certificate; empty: none of ours to know. */}}
+{{- define "headrace.redisCaSecret" -}}
+{{- ternary .Values.redis.tlsSecret .Values.redis.external.caSecret .Values.redis.enabled }}
 {{- end }}
 
 {{- define "headrace.redisAddress" -}}
@@ -66,7 +92,7 @@
       name: {{ $redis.auth.existingSecret }}
       key: {{ $redis.auth.key }}
 - name: HEADRACE_REDIS_URL
-  value: redis://:$(HEADRACE_REDIS_PASSWORD)@{{ include "headrace.redisAddress" . }}/0
+  value: {{ include "headrace.redisOurs" (dict "root" . "login" ":$(HEADRACE_REDIS_PASSWORD)@") }}
 {{- end }}
 {{- end }}
 

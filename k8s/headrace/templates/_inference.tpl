@@ -2,6 +2,7 @@
 what a host of several is told of the others. */}}
 
 {{- define "headrace.inferencePod" -}}
+{{- $scheme := ternary "HTTPS" "HTTP" (ne (include "headrace.tlsSecret" .) "") }}
 {{- include "headrace.podSpec" . }}
 containers:
   - name: inference
@@ -10,6 +11,8 @@ containers:
     args:
       - --config=/etc/headrace/run.yaml
       - --listen=0.0.0.0:30000
+      - --weights-listen=0.0.0.0:50051
+      - --bulk-listen=0.0.0.0:50053
       - --name=$(POD_NAME)
       {{- if .multiHost }}
       - --nodes={{ .values.tpu.hosts }}
@@ -25,6 +28,10 @@ containers:
     ports:
       - name: http
         containerPort: 30000
+      - name: weights
+        containerPort: 50051
+      - name: bulk
+        containerPort: 50053
       {{- if .values.tpu }}
       - name: tpu
         containerPort: 8471
@@ -37,6 +44,7 @@ containers:
     startupProbe:
       httpGet:
         port: http
+        scheme: {{ $scheme }}
         path: /health
       periodSeconds: 10
       timeoutSeconds: 5
@@ -44,6 +52,7 @@ containers:
     livenessProbe:
       httpGet:
         port: http
+        scheme: {{ $scheme }}
         path: /health
       periodSeconds: 20
       timeoutSeconds: 10
@@ -51,6 +60,7 @@ containers:
     readinessProbe:
       httpGet:
         port: http
+        scheme: {{ $scheme }}
         path: /ready
       periodSeconds: 5
       timeoutSeconds: 5

@@ -54,6 +54,21 @@
 {{- end }}
 {{- end }}
 
+{{/* Ports on which weights travel: over gRPC, and where there is no TLS beside it. */}}
+{{- define "headrace.weightPorts" -}}
+- port: 50051
+{{- if not .Values.tls.existingSecret }}
+- port: 50053
+{{- end }}
+{{- end }}
+
+{{- define "headrace.tracesEgress" -}}
+{{- with .Values.networkPolicy.traceCollector }}
+- to:
+    {{- toYaml . | nindent 4 }}
+{{- end }}
+{{- end }}
+
 {{- define "headrace.metricsIngress" -}}
 {{- with .root.Values.networkPolicy.monitoring }}
 - from:

@@ -117,25 +117,26 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* A gRPC probe. `liveness` answers from the first moment on; the empty service once there is something to serve. */}}
+{{/* A gRPC probe, at the port that speaks plaintext for it. `liveness` answers from the first moment on; the empty
+service once there is something to serve. */}}
 {{- define "headrace.grpcProbes" -}}
 startupProbe:
   grpc:
-    port: 50051
+    port: 50052
     service: liveness
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: {{ div (add (int .values.startupSeconds) 9) 10 }}
 livenessProbe:
   grpc:
-    port: 50051
+    port: 50052
     service: liveness
   periodSeconds: 20
   timeoutSeconds: 10
   failureThreshold: 6
 readinessProbe:
   grpc:
-    port: 50051
+    port: 50052
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2

@@ -29,6 +29,14 @@ spec:
         - /check/check.py
       args:
         {{- toYaml .args | nindent 8 }}
+        {{- if .root.Values.tls.existingSecret }}
+        - --authority=/etc/headrace-tls/ca.crt
+        - --certificate=/etc/headrace-tls/tls.crt
+        - --key=/etc/headrace-tls/tls.key
+        {{- end }}
+        {{- if .root.Values.auth.existingSecret }}
+        - --token-file=/etc/headrace-token/token
+        {{- end }}
       resources:
         requests: {cpu: 100m, memory: 128Mi}
         limits: {memory: 256Mi}
@@ -38,8 +46,10 @@ spec:
         - name: check
           mountPath: /check
           readOnly: true
+        {{- include "headrace.secretMounts" $component | nindent 8 }}
   volumes:
     - name: check
       configMap:
         name: {{ include "headrace.fullname" .root }}-test
+    {{- include "headrace.secretVolumes" $component | nindent 4 }}
 {{- end }}

@@ -9,6 +9,8 @@ containers:
     args:
       - --config=/etc/headrace/run.yaml
       - --listen=0.0.0.0:50051
+      - --bulk-listen=0.0.0.0:50053
+      - --health-listen=0.0.0.0:50052
       - --metrics-listen=0.0.0.0:9090
       {{- if eq (include "headrace.trainerKind" .root) "StatefulSet" }}
       - --stay
@@ -24,6 +26,10 @@ containers:
     ports:
       - name: grpc
         containerPort: 50051
+      - name: bulk
+        containerPort: 50053
+      - name: health
+        containerPort: 50052
       - name: metrics
         containerPort: 9090
       {{- if .values.tpu }}

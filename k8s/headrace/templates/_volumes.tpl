@@ -8,27 +8,108 @@
     items:
       - key: {{ ternary "run.yaml" "run-without-redis.yaml" (has .component (list "trainer" "gateway")) }}
         path: run.yaml
-{{- if and (has .component (list "trainer" "gateway")) (not .root.Values.redis.enabled) .root.Values.redis.external.caSecret }}
+{{- $redisCa := include "headrace.redisCaSecret" .root }}
+{{- if and (has .component (list "trainer" "gateway")) $redisCa }}
 - name: redis-ca
   secret:
-    secretName: {{ .root.Values.redis.external.caSecret }}
+    secretName: {{ $redisCa }}
     items:
       - key: ca.crt
         path: ca.crt
 {{- end }}
+{{- include "headrace.secretVolumes" . }}
 - name: tmp
   emptyDir: {}
+{{- end }}
+
+{{/* What a service shows and asks for. An environment gets a certificate of its own and the one token that is its own. */}}
+{{- define "headrace.secretVolumes" -}}
+{{- $tls := include "headrace.tlsSecret" . }}
+{{- $auth := .root.Values.auth }}
+{{- if $tls }}
+- name: tls
+  secret:
+    secretName: {{ $tls }}
+    defaultMode: 0440
+    items:
+      {{- range $key := list "tls.crt" "tls.key" "ca.crt" }}
+      - key: {{ $key }}
+        path: {{ $key }}
+      {{- end }}
+{{- end }}
+{{- if and $auth.existingSecret (ne .component "environment") }}
+- name: token
+  secret:
+    secretName: {{ $auth.existingSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ $auth.key }}
+        path: token
+{{- end }}
+{{- if and $auth.environmentsSecret (has .component (list "gateway" "environment")) }}
+- name: environment-tokens
+  secret:
+    secretName: {{ $auth.environmentsSecret }}
+    defaultMode: 0440
+    items:
+      {{- range $key := include "headrace.tokenKeys" . | fromJsonArray }}
+      - key: {{ $key }}
+        path: {{ $key }}
+      {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Environments whose tokens the component gets: its own; the gateway those that have one. As a JSON list. */}}
+{{- define "headrace.tokenKeys" -}}
+{{- $keys := list }}
+{{- range $key, $environment := .root.Values.config.environments }}
+{{- $has := or (not $environment.address) (hasKey $environment "token_file") }}
+{{- if or (and (eq $.component "gateway") $has) (eq $key (default "" $.environment)) }}
+{{- $keys = append $keys $key }}
+{{- end }}
+{{- end }}
+{{- $keys | sortAlpha | toJson }}
+{{- end }}
+
+{{- define "headrace.secretMounts" -}}
+{{- $auth := .root.Values.auth }}
+{{- if include "headrace.tlsSecret" . }}
+- name: tls
+  mountPath: /etc/headrace-tls
+  readOnly: true
+{{- end }}
+{{- if and $auth.existingSecret (ne .component "environment") }}
+- name: token
+  mountPath: /etc/headrace-token
+  readOnly: true
+{{- end }}
+{{- if and $auth.environmentsSecret (has .component (list "gateway" "environment")) }}
+- name: environment-tokens
+  mountPath: /etc/headrace-environment-tokens
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{/* The Secret with the component's certificate; empty: it speaks plaintext. */}}
+{{- define "headrace.tlsSecret" -}}
+{{- if not .root.Values.tls.existingSecret }}
+{{- else if eq .component "environment" }}
+{{- .values.tlsSecret }}
+{{- else }}
+{{- .root.Values.tls.existingSecret }}
+{{- end }}
 {{- end }}
 
 {{- define "headrace.configMounts" -}}
 - name: config
   mountPath: /etc/headrace
   readOnly: true
-{{- if and (has .component (list "trainer" "gateway")) (not .root.Values.redis.enabled) .root.Values.redis.external.caSecret }}
+{{- if and (has .component (list "trainer" "gateway")) (include "headrace.redisCaSecret" .root) }}
 - name: redis-ca
   mountPath: /etc/headrace-redis-ca
   readOnly: true
 {{- end }}
+{{- include "headrace.secretMounts" . }}
 - name: tmp
   mountPath: /tmp
 {{- end }}
