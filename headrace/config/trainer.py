@@ -201,6 +201,9 @@ class Trainer(Section):
     mesh: Mesh = Mesh()
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    max_skipped_updates: Count = Field(
+        8, description="updates in a row without a finite loss and gradient that end the run; each leaves the policy"
+    )
     kept_versions: Count = Field(2, description="published versions that stay available to pullers")
     delta_bases: int = Field(
         2,

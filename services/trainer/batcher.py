@@ -12,7 +12,8 @@ Shapes: G trajectories of a group that may enter the loss, T tokens of one.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -80,9 +81,8 @@ class LearnableGroup:
     truncated: int
     oldest_version: int
     newest_version: int
-    # Updates between the weights that sampled the tokens in the loss and the current ones: of the oldest, and summed.
-    age_max: int
-    age_sum: int
+    # Number of tokens in the loss by their age: updates between the weights that sampled them and the current ones.
+    tokens_by_age: Mapping[int, int]
     # Tokens that were too old for the loss.
     stale_tokens: int = 0
 
@@ -92,9 +92,14 @@ class LearnableGroup:
         return self.comparison.kept_samples
 
     @property
+    def age_max(self) -> int:
+        """Age of its oldest token in the loss."""
+        return max(self.tokens_by_age)
+
+    @property
     def action_tokens(self) -> int:
         """Tokens that enter the loss."""
-        return sum(int(sample.action_mask.sum()) for sample in self.samples)
+        return sum(self.tokens_by_age.values())
 
 
 class Unfit(Exception):
@@ -146,8 +151,7 @@ def learnable(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int)
         truncated=sum(trajectory.truncated for trajectory in compared),
         oldest_version=int(versions.min()),
         newest_version=int(versions.max()),
-        age_max=int(young.max()),
-        age_sum=int(young.sum()),
+        tokens_by_age=dict(Counter(young.tolist())),
         stale_tokens=int(ages.size - young.size),
     )
 

@@ -18,11 +18,12 @@ from collections.abc import Iterable
 
 from headrace import config
 from headrace.v1 import trainer_service_pb2 as pb
-from services.trainer import spans
+from services.trainer import machine, spans
 from services.trainer.batcher import Batcher, LearnableGroup
 from services.trainer.commit import Committer
 from services.trainer.compute import ComputeThread
 from services.trainer.feeder import Feeder
+from services.trainer.guard import Guard
 from services.trainer.ledger import Consumed, Ledger
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
@@ -59,6 +60,7 @@ class Loop:
         self._settings, self._policy, self._feeder, self._batcher = settings, policy, feeder, batcher
         self._ledger, self._publisher, self._committer, self._reporter = ledger, publisher, committer, reporter
         self._status, self._compute = status, compute
+        self._guard = Guard(max_skipped_updates=settings.max_skipped_updates, updates_per_step=settings.minibatches)
         self._watch = Stopwatch()  # of the step in progress and of what came after the last report
         self._rewards = deque(recent_rewards, maxlen=settings.stop_window)
 
@@ -66,6 +68,7 @@ class Loop:
         """Trains to the end of the run, or to a good place after `stop` is set, and makes the last step durable.
 
         Raises:
+            Diverged: too many updates in a row were not finite.
             Interrupted: after `stop`, in the middle of a step whose groups did not come in time; the checkpoint before
                 stands.
         """
@@ -102,6 +105,10 @@ class Loop:
             self._status.phase = pb.TRAINER_PHASE_TRAINING
             await self._compute(self._policy.update, watch)
         measured = await self._compute(self._policy.end_step, self._status.step + 1)
+        measured |= self._guard.watch(measured, step=self._status.step + 1)
+        measured["flops_utilisation"] = machine.flops_utilisation(
+            parameters=self._policy.size, tokens=int(measured["trained_tokens"]), seconds=watch.spent_s("compute")
+        )
         self._status.step += 1
         self._status.trained_groups += len(groups)
         self._ledger.learn(

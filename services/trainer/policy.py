@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from headrace import config
+from services.trainer import machine
 from services.trainer.credit import Comparison, credited, normalises
 from services.trainer.critic import Critic
 from services.trainer.divergence import divergence
@@ -68,6 +69,7 @@ class Policy:
         self._measured = Metrics.zeros()
         self._updates: list[Update] = []
         self._padding: list[float] = []
+        self._tokens = 0  # observations too, padding not
         self._divergences: list[float] = []  # mean over each trajectory, where it is a part of the reward
         self._start = self.state.parameters
         if self._loss.starts and self._minibatches > 1:
@@ -88,6 +90,11 @@ class Policy:
     def between_steps(self) -> bool:
         """Whether the parameters are those that the last step left."""
         return not self._updates
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.state.parameters))
 
     def add(self, groups: Sequence[Comparison], watch: Stopwatch) -> None:
         """Adds groups to the minibatch; what fills a microbatch goes to the device."""
@@ -123,6 +130,9 @@ class Policy:
             "learning_rate": float(self._updates[-1].learning_rate),
             "skipped_updates": float(sum(bool(update.skipped) for update in self._updates)),
             "padding_fraction": _mean(self._padding),
+            "trained_tokens": float(self._tokens),
+            "compilations": float(self._learner.compilations),
+            "device_memory_bytes": machine.device_memory_bytes(),
         }
         if self._divergences:
             measured["reference_kl"] = _mean(self._divergences)
@@ -145,6 +155,7 @@ class Policy:
         with watch.measure("packing"):
             microbatches = pack(self._pending, max_row_tokens=self._max_row_tokens, buckets=self._buckets)
             self._pending = []
+            self._tokens += sum(microbatch.tokens for microbatch in microbatches)
             self._padding += [1 - microbatch.tokens / microbatch.tokens_BT.size for microbatch in microbatches]
         with watch.measure("compute"):
             for microbatch in microbatches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,8 @@ class StepReport:
     # Ages of the trained tokens, in updates.
     staleness_mean: float
     staleness_max: int
+    # Share of the trained tokens by age.
+    staleness_shares: Mapping[int, float]
     # Tokens that were too old for the loss, by environment.
     stale_tokens_by_environment: Mapping[str, int]
     outstanding_tickets: int
@@ -64,13 +66,20 @@ class StepReport:
     def scalars(self) -> dict[str, float]:
         """Every number by name."""
         fields = {**vars(self)}
-        by_environment, stale, returned, measured = (
+        by_environment, ages, stale, returned, measured = (
             fields.pop(name)
-            for name in ("reward_mean_by_environment", "stale_tokens_by_environment", "returned_groups", "measured")
+            for name in (
+                "reward_mean_by_environment",
+                "staleness_shares",
+                "stale_tokens_by_environment",
+                "returned_groups",
+                "measured",
+            )
         )
         return {
             **fields,
             **{f"reward_mean/{name}": value for name, value in by_environment.items()},
+            **{f"staleness_share/{age}": share for age, share in ages.items()},
             **{f"stale_tokens/{name}": value for name, value in stale.items()},
             **{f"returned_groups/{name}": value for name, value in returned.items()},
             **measured,
@@ -92,8 +101,11 @@ def step_report(
     step_s = watch.total_s
     status.reward_mean = _mean(rewards)
     status.idle_fraction = watch.spent_s("waiting") / step_s
-    status.staleness_mean = sum(group.age_sum for group in groups) / max(tokens, 1)
-    status.staleness_max = max(group.age_max for group in groups)
+    by_age: Counter[int] = Counter()
+    for group in groups:
+        by_age.update(group.tokens_by_age)
+    status.staleness_mean = sum(age * count for age, count in by_age.items()) / tokens
+    status.staleness_max = max(by_age)
     return StepReport(
         step=status.step,
         policy_version=status.policy_version,
@@ -116,6 +128,7 @@ def step_report(
         action_tokens_per_s=tokens / step_s,
         staleness_mean=status.staleness_mean,
         staleness_max=status.staleness_max,
+        staleness_shares={age: count / tokens for age, count in sorted(by_age.items())},
         stale_tokens_by_environment=stale,
         outstanding_tickets=status.outstanding_tickets,
         returned_groups=status.returned_by_reason(),

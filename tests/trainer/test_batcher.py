@@ -56,7 +56,7 @@ def test_a_group_becomes_samples_with_advantages():
     np.testing.assert_array_equal(y.rewards, [0, 0, 0, 1])
     credit = credited([result.comparison], config.Advantage())
     assert [sample.advantage for sample in credit] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-5)
-    assert (result.age_max, result.age_sum, result.oldest_version, result.newest_version) == (1, 1, 2, 3)
+    assert (result.tokens_by_age, result.oldest_version, result.newest_version) == ({0: 3, 1: 1}, 2, 3)
     assert result.rewards == (0, 1)
     assert result.action_tokens == 4
     assert not result.degenerate

@@ -28,6 +28,9 @@ async def test_a_run_goes_to_its_last_step(streams, redis_url, tmp_path):
     assert (last["reward_mean"], last["trajectories"], last["action_tokens"]) == (0.5, 4, 8)
     assert 0 <= last["idle_fraction"] <= 1
     assert last["staleness_max"] <= 1
+    assert sum(last.get(f"staleness_share/{age}", 0) for age in range(2)) == pytest.approx(1)
+    assert last["trained_tokens"] > last["action_tokens"]
+    assert last["gradient_norm_spike"] > 0
     parts = sum(last[f"{part}_s"] for part in ("waiting", "packing", "compute", "publishing", "committing"))
     assert parts <= last["step_s"]
     assert [int(group["task_id"]) for group in trainer.consumed] == list(range(10))
@@ -47,6 +50,16 @@ async def test_outstanding_tickets_are_bounded_by_staleness(streams, redis_url, 
         replacements = await gateway.claim(2)
         assert {ticket.task.min_policy_version for ticket in replacements} == {2}
         assert await streams.ticket_count() == 4
+
+
+async def test_a_run_whose_numbers_are_no_numbers_ends_and_says_why(streams, redis_url, tmp_path):
+    changes = {"steps": 50, "optimizer": {"learning_rate": 1e30}, "max_skipped_updates": 3}
+    with rig.trainer(rig.run_file(tmp_path, redis_url, **changes)) as trainer:
+        async with rig.serving(streams):
+            assert await trainer.ended() == 2
+    (error,) = [line for line in trainer.process.output.splitlines() if line.startswith("error:")]
+    assert "the last 3 updates were skipped" in error
+    assert len(trainer.lines("metrics.jsonl")) < 10
 
 
 async def test_on_policy_trains_on_the_newest_version_only(streams, redis_url, tmp_path):
