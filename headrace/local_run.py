@@ -65,7 +65,7 @@ def plan(config: Config) -> LocalRun:
     """Fills in addresses with free ports and writes down every command. Starts nothing, writes nothing.
 
     Raises:
-        StartupError: Redis must be started and there is no program for it.
+        StartupError: Redis must be started and there is no program for it, or engines that are none of ours.
     """
     ports = free_ports()
     folder = config.run.path.resolve()
@@ -102,7 +102,8 @@ def plan(config: Config) -> LocalRun:
         redis = Command("redis", arguments, folder / "logs" / "redis.log", grace_s=10)
 
     trainer_address = config.trainer.address or address()
-    trainer = service("trainer", "trainer", listen=trainer_address, grace_s=60, ends=True)
+    bulk = ("--bulk-listen", f"{trainer_address.rpartition(':')[0]}:0")
+    trainer = service("trainer", "trainer", *bulk, listen=trainer_address, grace_s=60, ends=True)
 
     environments, served = dict(config.environments), []
     for key, environment in config.environments.items():
@@ -112,12 +113,20 @@ def plan(config: Config) -> LocalRun:
             served.append(service("envs", f"env-{key}", "--environment", key, listen=listen, grace_s=10))
 
     engine_addresses, engines = config.inference.addresses, []
+    if not engine_addresses and config.inference.dialect == "vllm":
+        raise StartupError(
+            "inference.addresses: is empty; with inference.dialect vllm, start vLLM servers and their pullers and list"
+            " their host:port (docs/vllm.md)"
+        )
     if not engine_addresses:
         engine_addresses = [address() for _ in range(config.inference.replicas)]
         for number, listen in enumerate(engine_addresses):
             name = f"engine-{number}"
             grace_s = config.inference.drain_timeout_s + 5
-            engines.append(service("inference", name, "--name", name, listen=listen, grace_s=grace_s))
+            peers = (
+                ("--weights-listen", f"{_HOST}:0", "--bulk-listen", f"{_HOST}:0") if len(engine_addresses) > 1 else ()
+            )
+            engines.append(service("inference", name, "--name", name, *peers, listen=listen, grace_s=grace_s))
 
     gateways = []
     for number in range(config.rollout.replicas):

@@ -74,6 +74,7 @@ class Transfer:
             count: told who sent ("trainer" or "peer"), what ("full" or "delta"), and how many bytes.
         """
         self.base = base
+        self.asked_again = False  # whether the trainer has been asked for other peers
         self._news, self._shelf, self._count = news, shelf, count
         self._arrays: list[np.ndarray] = []
 

@@ -100,6 +100,16 @@ class PullObserver(Protocol):
         """Something failed, and the next thing is tried: see Puller."""
 
 
+class _PeerFailed(Exception):
+    def __init__(self, cause: str):
+        super().__init__(cause)
+        self.cause = cause
+
+
+class _PeersDied(Exception):
+    pass
+
+
 class Puller:
     """Pulls versions of one run from one trainer and its peers.
 
@@ -151,6 +161,8 @@ class Puller:
             start_s = time.monotonic()
             try:
                 version = await self._next_version()
+            except _PeersDied:
+                continue  # the trainer knows by now, and names others
             except CorruptWeights as error:
                 outcome = "corrupt"
                 self._transfer = None
@@ -217,25 +229,19 @@ class Puller:
         if not (self._transfer and self._transfer.is_of(news)):
             self._transfer = Transfer(news, self._shelf, self._shelf.held, self._observer.received)
         transfer = self._transfer
-        weights = None
+        causes = []
         for peer in news.peers:
-            weights = await self._get_from_peer(transfer, peer)
-            if weights:
-                break
-        while not weights:
             try:
-                weights = await transfer.receive(self._trainer)
-            except BulkUnreachable as error:
-                self._observer.fell_back("bulk")
-                log.warning("the trainer's bulk port cannot be reached, its bytes come over gRPC: %s", error)
-            except CorruptWeights as error:
-                if not transfer.base:
-                    raise
-                self._observer.fell_back("delta")
-                log.error(
-                    "the difference to version %d is damaged, pulling all: %s", transfer.base.policy_version, error
-                )
-                transfer.base = None
+                weights = await self._get_from_peer(transfer, peer)
+                break
+            except _PeerFailed as failure:
+                causes.append(failure.cause)
+                self._observer.fell_back(failure.cause)
+        else:
+            if causes.count("dead") == len(causes) > 0 and not transfer.asked_again:
+                transfer.asked_again = True
+                raise _PeersDied
+            weights = await self._get_from_trainer(transfer)
         self._transfer = None
         if self._keeps:
             self._shelf.hold(weights)
@@ -243,24 +249,38 @@ class Puller:
             self._shelf.drop(news.policy_version)
         return Version(news.run_id, news.policy_version, weights.manifest.root_hash, weights.tensors)
 
-    async def _get_from_peer(self, transfer: Transfer, peer: pb.WeightPeer) -> HeldWeights | None:
-        """What is missing, from this peer; None when it fails, whatever it is that fails."""
+    async def _get_from_peer(self, transfer: Transfer, peer: pb.WeightPeer) -> HeldWeights:
+        """What is missing, from this peer. Raises _PeerFailed, whatever it is that fails."""
         try:
             host, _ = address.split(peer.address)
-        except ValueError:
-            return None
+        except ValueError as error:
+            raise _PeerFailed("dead") from error
         async with rpc.channel(peer.address, security=self._security, name=self._peer_name) as channel:
             sender = Sender(channel, kind="peer", host="" if self._security.tls else host, silence_s=_PEER_SILENCE_S)
             try:
                 return await transfer.receive(sender)
             except CorruptWeights as error:
-                cause = "corrupt"
                 log.error("peer %s sends damaged weights: %s", peer.address, error)
+                raise _PeerFailed("corrupt") from error
             except grpc.aio.AioRpcError as error:
-                cause = _CAUSES.get(error.code(), "dead")
                 log.info("peer %s failed: %s %s", peer.address, error.code().name, error.details())
+                raise _PeerFailed(_CAUSES.get(error.code(), "dead")) from error
             except (BulkUnreachable, OSError) as error:
-                cause = "slow" if isinstance(error, TimeoutError) else "dead"
                 log.info("peer %s failed: %s", peer.address, error or "it sent nothing for a while")
-        self._observer.fell_back(cause)
-        return None
+                raise _PeerFailed("slow" if isinstance(error, TimeoutError) else "dead") from error
+
+    async def _get_from_trainer(self, transfer: Transfer) -> HeldWeights:
+        """What is missing, in one way or another. Raises as Transfer.receive does."""
+        while True:
+            try:
+                return await transfer.receive(self._trainer)
+            except BulkUnreachable as error:
+                self._observer.fell_back("bulk")
+                log.warning("the trainer's bulk port cannot be reached, its bytes come over gRPC: %s", error)
+            except CorruptWeights as error:
+                if not transfer.base:
+                    raise
+                self._observer.fell_back("delta")
+                base = transfer.base.policy_version
+                log.error("the difference to version %d is damaged, pulling the whole version: %s", base, error)
+                transfer.base = None

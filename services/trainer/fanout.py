@@ -4,15 +4,16 @@ The first engine to hear of a version gets it from the trainer, and the others f
 a tree, through which each tensor passes as soon as it has been checked. An engine gets a difference only from one that
 gets the same difference; engines at different versions make different trees. Whoever comes when others hold the version
 already gets it from those. An engine is told its parent and that one's ancestors, who wait for nobody below them, and
-falls back to them and to the trainer in the end. It stays in its place when it asks again, so that nobody ever waits
-for somebody who waits for him.
+falls back to them and to the trainer in the end. One that asks again keeps its place, unless everybody above it has
+gone: then it gets another, never below itself. So nobody ever waits for somebody who waits for him, and the death of
+whoever got the version from the trainer costs what the trainer had sent him, not a copy for each of his children.
 
 Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.v1 import trainer_service_pb2 as pb
@@ -32,7 +33,7 @@ class Watcher:
 @dataclass
 class _Member:
     base: int | None
-    ancestors: tuple[str, ...]
+    parent: str | None  # None: the trainer, or somebody who held the version already
     children: int = 0
 
 
@@ -62,24 +63,36 @@ class Fanout:
         ]
         if holders:
             chosen = sorted(holders, key=self._children)[:_CHILDREN]
-            self._member(chosen[0]).children += 1
-            members.setdefault(engine, _Member(base, ()))
-            return self._listed(chosen, watchers)
+            members.setdefault(chosen[0], _Member(None, None)).children += 1
+            members.setdefault(engine, _Member(base, None))
+            return _listed(chosen, watchers)
         if engine in members:
-            return self._listed(members[engine].ancestors, watchers)
+            ancestors = self._ancestors(engine)
+            if not ancestors or any(name in watchers for name in ancestors):
+                return _listed(ancestors, watchers)
         parents = [
             name
             for name, member in members.items()
-            if name in watchers and watchers[name].address and self._serves(name, base) and member.children < _CHILDREN
+            if name in watchers
+            and watchers[name].address
+            and self._serves(name, base)
+            and member.children < _CHILDREN
+            and engine not in (name, *self._ancestors(name))
         ]
-        if not parents:
-            members[engine] = _Member(base, ())
-            return []
-        parent = members[parents[0]]
-        parent.children += 1
-        ancestors = (parents[0], *parent.ancestors)[:_MOST_PEERS]
-        members[engine] = _Member(base, ancestors)
-        return self._listed(ancestors, watchers)
+        member = members.setdefault(engine, _Member(base, None))
+        member.parent = parents[0] if parents else None
+        if member.parent:
+            members[member.parent].children += 1
+        return _listed(self._ancestors(engine), watchers)
+
+    def _ancestors(self, engine: str) -> list[str]:
+        """The parent first."""
+        ancestors = []
+        parent = self._members[engine].parent
+        while parent is not None:
+            ancestors.append(parent)
+            parent = self._members[parent].parent
+        return ancestors
 
     def _serves(self, name: str, base: int | None) -> bool:
         """Whether it could send what is wanted: all of it, or the difference that it got itself."""
@@ -88,12 +101,10 @@ class Fanout:
     def _children(self, name: str) -> int:
         return self._members[name].children if name in self._members else 0
 
-    def _member(self, name: str) -> _Member:
-        return self._members.setdefault(name, _Member(None, ()))
 
-    def _listed(self, names: list[str] | tuple[str, ...], watchers: Mapping[str, Watcher]) -> list[pb.WeightPeer]:
-        return [
-            pb.WeightPeer(address=watchers[name].address, policy_version=watchers[name].held)
-            for name in names
-            if name in watchers
-        ]
+def _listed(names: Sequence[str], watchers: Mapping[str, Watcher]) -> list[pb.WeightPeer]:
+    return [
+        pb.WeightPeer(address=watchers[name].address, policy_version=watchers[name].held)
+        for name in names
+        if name in watchers
+    ][:_MOST_PEERS]

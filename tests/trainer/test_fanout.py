@@ -65,6 +65,29 @@ def test_a_dead_parent_is_left_out():
     assert [peer.address for peer in fanout.peers("e3", 5, None, there)] == ["10.0.0.0:1"]
 
 
+def test_a_dead_roots_children_go_to_each_other_and_not_both_to_the_trainer():
+    fanout, there = Fanout(), watchers(8)
+    plan(fanout, there)
+    del there["e0"]
+    after = plan(fanout, there)
+    assert after == {
+        "e1": [5, 2],
+        "e2": [],
+        "e3": [1, 5, 2],
+        "e4": [1, 5, 2],
+        "e5": [2],
+        "e6": [2],
+        "e7": [3, 1, 5],
+    }
+
+
+def test_nobody_is_put_below_himself():
+    fanout, there = Fanout(), watchers(4)
+    plan(fanout, there)
+    del there["e0"], there["e2"]
+    assert plan(fanout, there) == {"e1": [], "e3": [1]}  # e3 was below e1 before
+
+
 def test_a_new_version_makes_new_trees():
     fanout, there = Fanout(), watchers(3)
     plan(fanout, there)
