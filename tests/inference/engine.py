@@ -8,7 +8,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,10 @@ class Engine:
                 lambda: self.get("/policy_version")["policy_version"] == version, timeout_s=60, process=self.process
             )
 
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Returns once it holds; raises when the engine has ended, or after a minute."""
+        processes.wait_until(condition, timeout_s=60, process=self.process)
+
     def get(self, path: str) -> dict[str, Any]:
         with urllib.request.urlopen(self.url + path, timeout=30) as reply:
             return json.loads(reply.read())
@@ -69,8 +73,8 @@ class Engine:
     async def call(self, session: aiohttp.ClientSession, prompt: list[int], new: int, **options: Any) -> dict[str, Any]:
         """One reply, checked to agree with itself; an error's body with its "status"."""
         keys = {key: options.pop(key) for key in ("rid", "extra_key", "min_policy_version") if key in options}
-        sampling = {"max_new_tokens": new, "temperature": 1.0, "ignore_eos": True, **options}
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **keys}
+        sampling: dict[str, Any] = {"max_new_tokens": new, "temperature": 1.0, "ignore_eos": True, **options}
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **keys}
         async with session.post(self.url + "/generate", json=body) as response:
             reply = json.loads(await response.read())
         if response.status == 200:

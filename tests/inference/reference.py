@@ -57,11 +57,11 @@ def logits(
     T = len(ids)
     tokens, which = np.asarray(ids), np.asarray(which)
 
-    def linear(x: np.ndarray, name: str) -> np.ndarray:
+    def linear(x: np.ndarray, name: str) -> Any:
         out = [x @ version[name].astype(np.float64).T for version in versions]
         return np.stack(out)[which, np.arange(T)]
 
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
+    def norm(x: np.ndarray, name: str) -> Any:
         scales = np.stack([version[name].astype(np.float64) for version in versions])[which]
         scales = scales.reshape(T, *[1] * (x.ndim - 2), -1)
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scales
@@ -124,7 +124,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def _rotate(x: np.ndarray, theta: float) -> np.ndarray:
+def _rotate(x: np.ndarray, theta: float) -> Any:
     """Rotary embedding of x[T, heads, D], halves paired as in Hugging Face's models."""
     half = x.shape[-1] // 2
     angles = np.arange(x.shape[0])[:, None] / theta ** (np.arange(half) / half)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.inference import engine as engines
+from tests.inference.soak import soak
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.timeout(400)  # the first start on a machine compiles
@@ -174,6 +175,15 @@ async def test_a_trainer_that_went_back_is_followed_and_noticed(pair):
     told = f"version {new} has the weights that version {old} had"
     await asyncio.to_thread(wait_until, lambda: told in engine.process.output, timeout_s=60)
     assert (await engine.metrics())["headrace_inference_returns_to_older_weights_total"] == 1
+
+
+async def test_swaps_under_load_lose_nothing_and_drift_nowhere(pair):
+    """Twenty here; test_soak.py has two hundred."""
+    _, engine = pair
+    found = await soak(engine, 20)
+    assert all(reply["status"] == 200 and len(reply["output_ids"]) == 40 for reply in found.replies)
+    assert found.largest_error <= 1e-4
+    assert found.errors[-5:].mean() <= 3 * found.errors[:5].mean() + 1e-7
 
 
 async def test_sigterm_hands_over_exactly_what_was_sampled(pair):

@@ -56,7 +56,8 @@ class Trainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         told: int | None = None
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda told=told: self._newest != told)
+                while self._newest == told:
+                    await self._changed.wait()
                 told = self._newest
             assert told is not None
             manifest = self._manifest(told)
