@@ -72,7 +72,8 @@ class Engine:
 
     async def call(self, session: aiohttp.ClientSession, prompt: list[int], new: int, **options: Any) -> dict[str, Any]:
         """One reply, checked to agree with itself; an error's body with its "status"."""
-        keys = {key: options.pop(key) for key in ("rid", "extra_key", "min_policy_version") if key in options}
+        names: tuple[str, ...] = ("rid", "extra_key", "min_policy_version")
+        keys = {key: options.pop(key) for key in names if key in options}
         sampling: dict[str, Any] = {"max_new_tokens": new, "temperature": 1.0, "ignore_eos": True, **options}
         body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **keys}
         async with session.post(self.url + "/generate", json=body) as response:

@@ -55,19 +55,19 @@ def logits(
     eps, size = config["rms_norm_eps"], config["head_dim"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     T = len(ids)
-    tokens, which = np.asarray(ids), np.asarray(which)
+    tokens, version_T = np.asarray(ids), np.asarray(which)
 
     def linear(x: np.ndarray, name: str) -> Any:
         out = [x @ version[name].astype(np.float64).T for version in versions]
-        return np.stack(out)[which, np.arange(T)]
+        return np.stack(out)[version_T, np.arange(T)]
 
     def norm(x: np.ndarray, name: str) -> Any:
-        scales = np.stack([version[name].astype(np.float64) for version in versions])[which]
+        scales = np.stack([version[name].astype(np.float64) for version in versions])[version_T]
         scales = scales.reshape(T, *[1] * (x.ndim - 2), -1)
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scales
 
     embedding = "model.embed_tokens.weight"
-    x = np.stack([version[embedding].astype(np.float64) for version in versions])[which, tokens]
+    x = np.stack([version[embedding].astype(np.float64) for version in versions])[version_T, tokens]
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         h = norm(x, f"{name}.input_layernorm.weight")
