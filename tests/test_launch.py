@@ -14,6 +14,7 @@ import yaml
 
 from headrace import config as run_config
 from headrace import launch, local_run
+from headrace.errors import StartupError
 from headrace.process import Process
 from headrace.progress import Display
 from tests import processes
@@ -160,6 +161,12 @@ def test_a_plan_starts_nothing_that_has_an_address(tmp_path):
     run = local_run.plan(run_config.load(RUN_FILE, overrides=overrides))
     assert [command.name for command in run.commands] == ["trainer", "gateway-0", "gateway-1"]
     assert run.config.redis.url == "redis://elsewhere:6379/0"
+
+
+def test_vllm_servers_are_not_started(tmp_path):
+    overrides = {"run.id": "plan", "run.directory": str(tmp_path), "inference.dialect": "vllm"}
+    with pytest.raises(StartupError, match=r"inference\.addresses: is empty; with inference\.dialect vllm"):
+        local_run.plan(run_config.load(RUN_FILE, overrides=overrides))
 
 
 async def test_a_replica_that_cannot_be_kept_up_is_left_behind_while_another_does_its_work(tmp_path):

@@ -155,7 +155,7 @@ async def _pull_for_vllm(
             name=arguments.name,
             stop=stop,
             channel=channel,
-            authorization=secured.authorization,
+            security=secured,
             listening=lambda application: _listening(arguments.listen, Guard(application, secured), secured.tls),
         )
 

@@ -11,7 +11,8 @@ loaded from there:
 
 Whatever fails is tried again from the pause on, for ever: between start and finish the server's weights are neither
 version, so it stays paused until an update has gone through. vLLM itself lets go of no pause; a puller that dies in
-one is started again, pulls the newest version and ends the pause with it. What a user must correct ends the process.
+one is started again, pulls the newest version and ends the pause with it. The last version's file is kept, so that a
+server that was restarted gets it back. What a user must correct ends the process.
 
 An update that changes nothing would go unnoticed, and every token after it be labelled wrong: a backend may ignore
 update_info, as the TPU's did when this was written. So, where the server has /weight_checker, the sums of its weights
@@ -40,6 +41,7 @@ from services.inference.weights import Version
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_LOOK_PERIOD_S = 2.0
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16"}  # numpy's names to safetensors'
 
 
@@ -60,6 +62,8 @@ class VllmServer:
         self._folder = weights_folder
         self._pause = "keep" if update == "in_place" else "abort"
         self._timeout_s = timeout_s
+        self._held_folder: Path | None = None
+        self._lock = asyncio.Lock()  # one update at a time
         self._sums: Any = None  # of the server's weights after the last update
         self._checks = True
 
@@ -81,31 +85,53 @@ class VllmServer:
         folder = (self._folder / f"{version.run_id}-{version.policy_version}").absolute()
         await asyncio.to_thread(_write, folder, version.tensors)
         written_s = time.monotonic()
-        pause_s, again = _FIRST_PAUSE_S, False
-        while True:
-            try:
-                await self._update(folder, f"{version.run_id}/{version.policy_version}", again=again)
-                break
-            except (_Failure, aiohttp.ClientError, OSError, TimeoutError) as error:
-                log.warning("vLLM did not take version %d, trying again: %s", version.policy_version, error)
-                await asyncio.sleep(pause_s)
-                again = True
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        used_s = time.monotonic()
-        await asyncio.to_thread(shutil.rmtree, folder)
-        await self._check_that_it_changed(version)
-        self.held = Version(version.run_id, version.policy_version, version.root_hash, {})
+        async with self._lock:
+            await self._bring_in(folder, f"{version.run_id}/{version.policy_version}")
+            used_s = time.monotonic()
+            await self._check_that_it_changed(version)
+            self.held = Version(version.run_id, version.policy_version, version.root_hash, {})
+            old, self._held_folder = self._held_folder, folder
+        if old is not None and old != folder:
+            await asyncio.to_thread(shutil.rmtree, old)
         return written_s - start_s, used_s - written_s
+
+    async def keep_installed(self) -> None:
+        """Brings the held version in again whenever the server has lost it, as one that was restarted has; for ever."""
+        while True:
+            await asyncio.sleep(_LOOK_PERIOD_S)
+            async with self._lock:
+                name = await self._name()
+                if self.held is None or self._held_folder is None or name in (None, self._held_name):
+                    continue
+                log.warning("vLLM holds %r, not %s; bringing that in again", name, self._held_name)
+                await self._bring_in(self._held_folder, self._held_name)
 
     async def ready(self) -> bool:
         """Whether the server answers, and holds what was brought in."""
-        if self.held is None:
-            return False
+        return self.held is not None and await self._name() == self._held_name
+
+    @property
+    def _held_name(self) -> str:
+        return f"{self.held.run_id}/{self.held.policy_version}" if self.held else ""
+
+    async def _name(self) -> str | None:
+        """What the server calls its weights; None while it does not answer."""
         try:
-            reply = await self._ask("GET", "weight_info")
+            return str((await self._ask("GET", "weight_info")).get("weight_version"))
         except (StartupError, _Failure, aiohttp.ClientError, OSError, TimeoutError):
-            return False
-        return bool(reply.get("weight_version") == f"{self.held.run_id}/{self.held.policy_version}")
+            return None
+
+    async def _bring_in(self, folder: Path, name: str) -> None:
+        """Returns once the server has loaded it and goes on."""
+        pause_s, again = _FIRST_PAUSE_S, False
+        while True:
+            try:
+                return await self._update(folder, name, again=again)
+            except (_Failure, aiohttp.ClientError, OSError, TimeoutError) as error:
+                log.warning("vLLM did not take %s, trying again: %s", name, error)
+            await asyncio.sleep(pause_s)
+            again = True
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _update(self, folder: Path, name: str, *, again: bool) -> None:
         await self._ask("POST", f"pause?mode={self._pause}")

@@ -20,7 +20,8 @@ import aiohttp
 import grpc.aio
 import orjson
 
-from headrace import config
+from headrace import address, config, rpc
+from headrace.security import Security
 from services.inference.metrics import Metrics
 from services.inference.server import Receive, Scope, Send
 from services.inference.vllm import VllmServer
@@ -37,7 +38,7 @@ async def run(
     name: str,
     stop: asyncio.Event,
     channel: grpc.aio.Channel,
-    authorization: str,
+    security: Security,
     listening: Listening,
 ) -> None:
     """Follows the trainer until `stop` is set.
@@ -47,14 +48,14 @@ async def run(
         name: unique among the run's engines.
         stop: ends it.
         channel: to the trainer.
-        authorization: the header for the vLLM server, empty for none.
+        security: how the trainer and the server are called.
         listening: serves an ASGI application while its body runs.
 
     Raises:
         StartupError: what a user must correct.
     """
     inference = settings.inference
-    headers = {"Authorization": authorization} if authorization else {}
+    headers = {"Authorization": security.authorization} if security.tokens else {}
     metrics, hold = Metrics(), Hold()
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
         server = VllmServer(
@@ -70,14 +71,27 @@ async def run(
             metrics.installed(*seconds)
             log.info("version %d is in use: written in %.3f s, loaded in %.3f s", version.policy_version, *seconds)
 
-        puller = Puller(channel, engine=name, run_id=settings.run.id, install=install, observer=metrics, hold=hold)
+        puller = Puller(
+            channel,
+            engine=name,
+            run_id=settings.run.id,
+            install=install,
+            observer=metrics,
+            hold=hold,
+            keeps=bool(settings.trainer.delta_bases),
+            trainer_host=address.split(settings.trainer.address)[0],
+            security=security,
+        )
         async with listening(_Application(server, metrics)) as port, asyncio.TaskGroup() as tasks:
             log.info("puller %s of run %s for %s listens on port %d", name, settings.run.id, inference.vllm.url, port)
-            pulling = tasks.create_task(puller.run())
-            stopped = tasks.create_task(stop.wait())
-            await asyncio.wait([pulling, stopped], return_when=asyncio.FIRST_COMPLETED)
-            pulling.cancel()
-            stopped.cancel()
+            working = [
+                tasks.create_task(puller.run()),
+                tasks.create_task(server.keep_installed()),
+                tasks.create_task(rpc.explain_failures(channel, settings.trainer.address, security)),
+            ]
+            await stop.wait()
+            for task in working:
+                task.cancel()
     log.info("stopped")
 
 

@@ -53,7 +53,22 @@ async def test_a_version_is_loaded_bit_for_bit_in_the_documented_order(tmp_path)
         for name, tensor in tensors(3).items():
             assert server.tensors[name].dtype == tensor.dtype and server.tensors[name].shape == tensor.shape
             assert server.tensors[name].tobytes() == tensor.tobytes()
-        assert list((tmp_path / "w").iterdir()) == []
+        await control.install(version(4))
+        assert [folder.name for folder in (tmp_path / "w").iterdir()] == ["run-4"]
+
+
+async def test_a_server_that_was_restarted_gets_the_version_back(tmp_path):
+    async with pair(tmp_path) as (server, control):
+        await control.install(version(3))
+        keeping = asyncio.create_task(control.keep_installed())
+        port = int(server.url.rpartition(":")[2])
+        await server.stop()
+        again = await ScriptedVllm.start(port=port)
+        assert not await control.ready()
+        await eventually(lambda: again.weight_version == "run/3" and again._resumed.is_set(), timeout_s=60)
+        assert again.tensors["a"].tobytes() == tensors(3)["a"].tobytes()
+        keeping.cancel()
+        await again.stop()
 
 
 async def test_recompute_aborts_what_runs(tmp_path):
