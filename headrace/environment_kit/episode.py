@@ -55,9 +55,7 @@ class Episode:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             raise await self._refused() from None
         except asyncio.CancelledError:
-            # The library raises this also when the server cancels the stream; only the former is a cancellation.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if _is_ours():
                 raise
             raise await self._refused() from None
         if response is grpc.aio.EOF:
@@ -77,6 +75,10 @@ class Episode:
             raise Broken(f"the stream stays open {self._timeout_s:g} s after the client's end of it", self) from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             raise await self._refused() from None
+        except asyncio.CancelledError:
+            if _is_ours():
+                raise
+            raise await self._refused() from None
         if code is None:
             self.log.append(f"< {shown(extra)}")
             raise Broken("a response came that no request asked for", self)
@@ -92,6 +94,12 @@ class Episode:
         refused = Refused(await self._call.code(), await self._call.details() or "", self)
         self.log.append(f"< {refused.code.name}: {refused.details}")
         return refused
+
+
+def _is_ours() -> bool:
+    """Whether a CancelledError cancels this task; the library raises it also for a stream that is cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def reset(task: Task) -> pb.InteractRequest:

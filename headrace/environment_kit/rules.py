@@ -78,6 +78,7 @@ class Subject:
     async def send_first(self, request: pb.InteractRequest, **settings: Any) -> tuple[Episode, pb.InteractResponse]:
         """A stream's first request and its response. While the server has no room it is tried again, as gateways do."""
         deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
+        wait_s = RETRY_S
         while True:
             episode = self.open(**settings)
             try:
@@ -85,7 +86,8 @@ class Subject:
             except Refused as refused:
                 if refused.code != grpc.StatusCode.RESOURCE_EXHAUSTED or asyncio.get_running_loop().time() > deadline:
                     raise
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, 1.0)
 
     async def begin(self, **fields: Any) -> tuple[Episode, pb.InteractResponse]:
         """An episode of a task, and the response to its reset."""
