@@ -102,7 +102,7 @@ def plan(config: Config) -> LocalRun:
         redis = Command("redis", arguments, folder / "logs" / "redis.log", grace_s=10)
 
     trainer_address = config.trainer.address or address()
-    bulk = ("--bulk-listen", f"{trainer_address.rpartition(':')[0]}:0")
+    bulk = ("--bulk-listen", f"{trainer_address.rpartition(':')[0]}:{next(ports)}")
     trainer = service("trainer", "trainer", *bulk, listen=trainer_address, grace_s=60, ends=True)
 
     environments, served = dict(config.environments), []
@@ -123,9 +123,8 @@ def plan(config: Config) -> LocalRun:
         for number, listen in enumerate(engine_addresses):
             name = f"engine-{number}"
             grace_s = config.inference.drain_timeout_s + 5
-            peers = (
-                ("--weights-listen", f"{_HOST}:0", "--bulk-listen", f"{_HOST}:0") if len(engine_addresses) > 1 else ()
-            )
+            several = len(engine_addresses) > 1
+            peers = ("--weights-listen", address(), "--bulk-listen", address()) if several else ()
             engines.append(service("inference", name, "--name", name, *peers, listen=listen, grace_s=grace_s))
 
     gateways = []
