@@ -22,7 +22,7 @@ from benchmarks.pipeline_model import inputs, recipe
 from benchmarks.pipeline_model.inputs import Inputs
 from benchmarks.pipeline_model.outcome import Outcome
 from benchmarks.pipeline_model.plan import EngineSpeed, Plan, Sample, Weights
-from benchmarks.pipeline_model.recipe import PUBLICATIONS, Publication, Workload
+from benchmarks.pipeline_model.recipe import PUBLICATIONS, Workload
 from benchmarks.pipeline_model.simulation import simulate
 from benchmarks.results import Figure
 
@@ -61,7 +61,7 @@ def main() -> None:
     rows = [*by_engines, *fixed, *gateways, *by_staleness]
     if options.engines == list(ENGINES) and options.seed == parser.get_default("seed"):
         print(results.write("scaling", [figure for row in rows for figure in figures(row)]))
-        print(scaling_plot.draw(by_engines, by_staleness, _PLOT))
+        print(scaling_plot.draw(ENGINES, STALENESS, _PLOT))
 
 
 def scale(given: Inputs, engines: Sequence[int], seed: int) -> Iterator[Row]:
@@ -70,7 +70,7 @@ def scale(given: Inputs, engines: Sequence[int], seed: int) -> Iterator[Row]:
         for publication in PUBLICATIONS:
             chips = trainer_chips(count)
             plan = recipe.plan(given, recipe.TOOLS, engines=count, trainer_chips=chips, publication=publication)
-            yield run(f"engines_{count}_{_slug(publication)}", f"{count}, {publication.name}", plan, seed=seed)
+            yield run(f"engines_{count}_{publication.slug}", f"{count}, {publication.name}", plan, seed=seed)
 
 
 def fixed_trainer(given: Inputs, engines: Sequence[int], seed: int) -> Iterator[Row]:
@@ -218,27 +218,23 @@ def figures(row: Row) -> list[Figure]:
         "returned_fraction": "1",
         "mean_age": "versions",
     }
+    rate = outcome.trajectories_per_s
+    total = sum(outcome.tokens_by_age)
     return [
-        Figure(
-            f"scaling_trajectories_per_s_{row.name}",
-            outcome.trajectories_per_s,
-            None,
-            row.limit_per_s,
-            "trajectories/s",
-        ),
+        Figure(f"scaling_trajectories_per_s_{row.name}", rate, None, row.limit_per_s, "trajectories/s"),
         *(
             Figure(f"scaling_{name}_{row.name}", getattr(outcome, name), None, None, unit)
             for name, unit in plain.items()
+        ),
+        *(
+            Figure(f"scaling_tokens_of_age_{age}_{row.name}", tokens / total, None, None, "1")
+            for age, tokens in enumerate(outcome.tokens_by_age)
         ),
     ]
 
 
 def _input_row(name: str, item: inputs.Input) -> list[str]:
     return [name, f"{item.value:.4g} {item.unit}", item.source]
-
-
-def _slug(publication: Publication) -> str:
-    return publication.name.replace(", ", "_").replace(" ", "_").replace("-", "_")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ what is new. A decode step reads the weights once and each running request's key
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from benchmarks.pipeline_model.inputs import Inputs
@@ -54,6 +55,11 @@ class Publication:
     name: str
     delta: bool
     fan_out: int
+
+    @property
+    def slug(self) -> str:
+        """Its name within a metric's."""
+        return re.sub(r"\W+", "_", self.name)
 
 
 PUBLICATIONS = (
