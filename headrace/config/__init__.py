@@ -17,7 +17,17 @@ from headrace.config.rollout import Rollout
 from headrace.config.run import Redis, Run, Telemetry, Traces
 from headrace.config.run_file import Config, ConfigError, dump, load, named_run, parse
 from headrace.config.security import Security, Tls
-from headrace.config.trainer import Advantage, Checkpoint, Critic, Loss, Mesh, Optimizer, Trainer, WarmStart
+from headrace.config.trainer import (
+    Advantage,
+    Checkpoint,
+    Critic,
+    Evaluation,
+    Loss,
+    Mesh,
+    Optimizer,
+    Trainer,
+    WarmStart,
+)
 
 __all__ = [
     "Advantage",
@@ -27,6 +37,7 @@ __all__ = [
     "Create",
     "Critic",
     "Environment",
+    "Evaluation",
     "Inference",
     "Loss",
     "Mesh",

@@ -71,6 +71,9 @@ class Config(Section):
             errors.append("model.create.max_position_embeddings must be at least inference.context_length")
         if self.trainer.advantage.overlong_buffer > self.rollout.max_episode_tokens:
             errors.append("trainer.advantage.overlong_buffer must be at most rollout.max_episode_tokens")
+        for name in self.trainer.evaluation.environments if self.trainer.evaluation else ():
+            if name not in self.environments:
+                errors.append(f"trainer.evaluation.environments: {name!r} must be one of {sorted(self.environments)}")
         warm_start = self.trainer.warm_start
         if warm_start and warm_start.environment not in self.environments:
             errors.append(

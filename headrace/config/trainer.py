@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from headrace.config.section import Address, Count, Fraction, Section
+from headrace.config.section import Address, Count, Fraction, Seconds, Section
 
 
 class Optimizer(Section):
@@ -152,6 +152,17 @@ class WarmStart(Section):
     stop_at_reward: float = Field(0.3, description="mean sampled reward that ends the warm start")
 
 
+class Evaluation(Section):
+    """Held-out tasks that are sampled beside training; rollout.evaluation_temperature and group_size say how."""
+
+    every_steps: Count = Field(20, description="steps between two evaluations; the first is of the initial policy")
+    tasks: Count = Field(32, description="tasks of each environment; the same ones every time")
+    split: str = "test"
+    environments: list[str] = Field([], description="which environments; empty: all of the run's")
+    success_reward: float = Field(1.0, description="least reward of a success, for pass@k")
+    final_timeout_s: Seconds = Field(120.0, description="how long the end of the run waits for the last evaluation")
+
+
 class Checkpoint(Section):
     """When the run's state becomes durable."""
 
@@ -197,6 +208,7 @@ class Trainer(Section):
     loss: Loss = Loss()
     critic: Critic | None = Field(None, description="the value model; for advantage.estimator gae")
     warm_start: WarmStart | None = None
+    evaluation: Evaluation | None = Field(None, description="evaluation during training; empty: none")
     checkpoint: Checkpoint = Checkpoint()
     mesh: Mesh = Mesh()
     compute_dtype: Literal["float32", "bfloat16"] = "float32"

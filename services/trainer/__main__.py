@@ -27,6 +27,7 @@ from services.trainer.batcher import Batcher, Rules
 from services.trainer.build import Model, build
 from services.trainer.commit import Committer
 from services.trainer.compute import ComputeThread
+from services.trainer.evaluation import Evaluator
 from services.trainer.exposition import StatusCollector
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
@@ -184,11 +185,24 @@ async def _train(process: _Process, model: Model) -> None:
         tensorboard=config.run.path / "tensorboard" if config.telemetry.tensorboard else None,
         first_step=status.step + 1,
     )
+    evaluator = None
+    if settings.evaluation:
+        evaluations = Journal(config.run.path / "evaluation.jsonl")
+        evaluations.forget_after(status.step)
+        evaluator = Evaluator(
+            settings.evaluation,
+            environments=settings.evaluation.environments or sorted(sources),
+            feeder=feeder,
+            journal=evaluations,
+            status=status,
+            seed=config.run.seed,
+        )
     loop = Loop(
         settings,
         policy=policy,
         feeder=feeder,
-        batcher=Batcher(inbox, feeder, lineage, returns, rules),
+        batcher=Batcher(inbox, feeder, lineage, returns, rules, evaluator=evaluator),
+        evaluator=evaluator,
         ledger=ledger,
         publisher=publisher,
         committer=committer,

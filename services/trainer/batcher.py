@@ -4,13 +4,16 @@
               unfit now?  ──▶ acknowledged,       ticket replaced     (too stale, too few trainable, left over)
               else        ──▶ LearnableGroup
 
-`learnable` is the pure verdict on one group; Batcher waits for groups and acts on the verdict.
+`parse` and `learnable` are the pure verdict on one group; Batcher waits for groups and acts on the verdict. What an
+evaluation asked for goes to it and not into the loss.
 
 Shapes: G trajectories of a group that may enter the loss, T tokens of one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -26,6 +29,7 @@ from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
 from services.trainer.advantage import overlong_penalty
 from services.trainer.credit import Comparison
+from services.trainer.evaluation import Evaluator
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
 from services.trainer.lineage import Lineage
@@ -110,17 +114,12 @@ class Unfit(Exception):
         super().__init__(detail)
 
 
-def learnable(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int) -> LearnableGroup:
-    """The group of an entry, ready for the loss.
-
-    Args:
-        cursor: number of the next ticket: all earlier ones have been issued.
+def learnable(entry: GroupEntry, group: pb.TrajectoryGroup, rules: Rules, lineage: Lineage) -> LearnableGroup:
+    """The group of an entry, which `parse` has found true, ready for the loss.
 
     Raises:
-        RecordError: the entry cannot be true.
-        Unfit: it is true and of no use now.
+        Unfit: it is of no use now.
     """
-    group = parse(entry, rules, lineage, cursor=cursor)
     if group.task.purpose != pb.PURPOSE_TRAINING:
         raise Unfit(LEFT_OVER, "of a warm start that has ended")
     compared = [trajectory for trajectory in group.trajectories if records.is_trainable(trajectory)]
@@ -157,7 +156,14 @@ def learnable(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int)
 
 
 def parse(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int) -> pb.TrajectoryGroup:
-    """The group of an entry. Raises RecordError when it cannot be true."""
+    """The group of an entry.
+
+    Args:
+        cursor: number of the next ticket: all earlier ones have been issued.
+
+    Raises:
+        RecordError: it cannot be true.
+    """
     try:
         group = pb.TrajectoryGroup.FromString(entry.payload)
     except DecodeError as error:
@@ -223,8 +229,18 @@ def to_sample(trajectory: pb.Trajectory) -> Sample:
 class Batcher:
     """Waits for learnable groups."""
 
-    def __init__(self, inbox: Inbox, feeder: Feeder, lineage: Lineage, returns: Returns, rules: Rules):
+    def __init__(
+        self,
+        inbox: Inbox,
+        feeder: Feeder,
+        lineage: Lineage,
+        returns: Returns,
+        rules: Rules,
+        *,
+        evaluator: Evaluator | None = None,
+    ):
         self._inbox, self._feeder, self._lineage, self._returns, self._rules = inbox, feeder, lineage, returns, rules
+        self._evaluator = evaluator
         self._patience = Patience()
         self._degenerate_returns = 0
 
@@ -249,12 +265,38 @@ class Batcher:
             count -= len(arrived)
             yield arrived
 
+    async def finish_evaluations(self, timeout_s: float) -> None:
+        """Waits for the evaluations that are out, and returns whatever else comes."""
+        if self._evaluator is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._evaluator.waiting:
+                    for entry in await self._inbox.read(16, _BLOCK_S):
+                        await self._finish(entry)
+        self._evaluator.end()
+
+    async def _finish(self, entry: GroupEntry) -> None:
+        try:
+            record = parse(entry, self._rules, self._lineage, cursor=self._feeder.cursor)
+        except RecordError as error:
+            await self._set_aside(entry, error)
+            return
+        if self._evaluator and self._evaluator.take(record):
+            await self._inbox.acknowledge([entry.entry_id])
+        else:
+            await self._return(entry, Unfit(LEFT_OVER, "of a run that has ended"))
+
     async def _admit(self, entries: Sequence[GroupEntry]) -> tuple[list[LearnableGroup], int]:
         """What can be learned from, and how many of the others had failed."""
         admitted, failed = [], 0
         for entry in entries:
             try:
-                group = learnable(entry, self._rules, self._lineage, cursor=self._feeder.cursor)
+                record = parse(entry, self._rules, self._lineage, cursor=self._feeder.cursor)
+                if self._evaluator and self._evaluator.take(record):
+                    await self._inbox.acknowledge([entry.entry_id])
+                    continue
+                group = learnable(entry, record, self._rules, self._lineage)
                 if group.degenerate and self._degenerate_returns < self._rules.degenerate_returns:
                     self._degenerate_returns += 1
                     raise Unfit(DEGENERATE, "all its rewards are equal")
@@ -269,7 +311,9 @@ class Batcher:
 
     async def _set_aside(self, entry: GroupEntry, error: RecordError) -> None:
         log.warning("group %s is malformed and goes to the dead-letter stream: %s", entry.entry_id, error)
-        self._returns.record(entry, MALFORMED, str(error))
+        task_id = self._returns.record(entry, MALFORMED, str(error))
+        if self._evaluator:
+            self._evaluator.lose(task_id)
         await self._inbox.dead_letter(entry, str(error))
 
     async def _return(self, entry: GroupEntry, error: Unfit) -> None:

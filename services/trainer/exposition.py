@@ -65,6 +65,12 @@ class StatusCollector(Collector):
             "consumed groups that wait in Redis for a checkpoint",
             self._ledger.waiting_bytes,
         )
+        evaluated = GaugeMetricFamily(
+            "headrace_trainer_evaluation_reward", "mean reward of the last evaluation", labels=["environment"]
+        )
+        for environment, reward in self._status.evaluation_rewards.copy().items():
+            evaluated.add_metric([environment], reward)
+        yield evaluated
         yield CounterMetricFamily(
             "headrace_trainer_trained_groups", "groups that entered a gradient", self._status.trained_groups
         )

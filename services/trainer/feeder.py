@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from headrace.errors import StartupError
 from headrace.stream import CursorMoved, Streams
-from headrace.v1.trajectory_pb2 import PURPOSE_TRAINING, Task
+from headrace.v1.trajectory_pb2 import PURPOSE_EVALUATION, PURPOSE_TRAINING, Task
 from services.trainer.insist import insist
 from services.trainer.ledger import Ledger
 from services.trainer.lineage import Lineage
@@ -43,6 +43,8 @@ class Feeder:
         self._streams, self._order, self._ledger, self._lineage = streams, order, ledger, lineage
         self._status, self._groups_per_step, self._max_staleness = status, groups_per_step, max_staleness
         self.cursor = 0
+        # Tickets of evaluations that are out: no part of what training waits for.
+        self.evaluating: set[str] = set()
 
     async def open(self, at_least: int) -> None:
         """Takes the cursor up where Redis or the checkpoint, whichever is further, left it."""
@@ -64,11 +66,12 @@ class Feeder:
         return min(self._max_staleness + 1, steps_left) * self._groups_per_step
 
     async def outstanding(self) -> int:
-        """Tickets without a terminal event and groups that no finished step has learned from."""
+        """Training tickets without a terminal event and groups that no finished step has learned from."""
         # In this order: a ticket that ends between the two calls is counted twice, never missed.
         tickets = await insist(self._streams.ticket_count)
         groups = await insist(self._streams.group_count)
-        self._status.outstanding_tickets = tickets + groups - len(self._ledger.waiting_ids) + self._ledger.lost_count
+        learned = len(self._ledger.waiting_ids)
+        self._status.outstanding_tickets = tickets + groups - learned + self._ledger.lost_count - len(self.evaluating)
         return self._status.outstanding_tickets
 
     async def issue(self, tasks: Sequence[Task], *, purpose: int) -> bool:
@@ -91,7 +94,10 @@ class Feeder:
             await self._remind()
             return False
         self.cursor += len(tasks)
-        self._status.outstanding_tickets += len(tasks)
+        if purpose == PURPOSE_EVALUATION:
+            self.evaluating.update(task.task_id for task in tasks)
+        else:
+            self._status.outstanding_tickets += len(tasks)
         return True
 
     async def _remind(self) -> None:
@@ -99,4 +105,5 @@ class Feeder:
         log.warning("Redis has lost its memory; its tickets are issued again from number %d on", self.cursor)
         await insist(self._streams.open)
         await insist(lambda: self._streams.advance_cursor(self.cursor))
+        self.evaluating.clear()
         self._ledger.lose_all_but(await insist(self._streams.group_ids))

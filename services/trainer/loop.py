@@ -22,6 +22,7 @@ from services.trainer import machine, spans
 from services.trainer.batcher import Batcher, LearnableGroup
 from services.trainer.commit import Committer
 from services.trainer.compute import ComputeThread
+from services.trainer.evaluation import Evaluator
 from services.trainer.feeder import Feeder
 from services.trainer.guard import Guard
 from services.trainer.ledger import Consumed, Ledger
@@ -54,12 +55,13 @@ class Loop:
         reporter: Reporter,
         status: Status,
         compute: ComputeThread,
+        evaluator: Evaluator | None = None,
         recent_rewards: Iterable[float] = (),
     ):
         """`recent_rewards` are the mean rewards of the steps before, oldest first."""
         self._settings, self._policy, self._feeder, self._batcher = settings, policy, feeder, batcher
         self._ledger, self._publisher, self._committer, self._reporter = ledger, publisher, committer, reporter
-        self._status, self._compute = status, compute
+        self._status, self._compute, self._evaluator = status, compute, evaluator
         self._guard = Guard(max_skipped_updates=settings.max_skipped_updates, updates_per_step=settings.minibatches)
         self._watch = Stopwatch()  # of the step in progress and of what came after the last report
         self._rewards = deque(recent_rewards, maxlen=settings.stop_window)
@@ -74,10 +76,14 @@ class Loop:
         """
         if not self.finished:
             await self._feeder.top_up()
+        if self._evaluator:
+            await self._evaluator.begin()
         self._watch = Stopwatch()
         while not self.finished and not stop.is_set():
             await self._step(stop)
         await self._committer.commit()
+        if self._evaluator and self.finished and not stop.is_set():
+            await self._batcher.finish_evaluations(self._evaluator.final_timeout_s)
 
     @property
     def finished(self) -> bool:
@@ -117,6 +123,8 @@ class Loop:
         with watch.measure("publishing"):
             await self._publisher.publish(self._policy.state.parameters)
         await self._feeder.top_up()
+        if self._evaluator:
+            await self._evaluator.begin()
         report = step_report(self._status, groups, measured, watch)
         spans.trained(groups, report)
         self._reporter.write(report)  # before the commit: a step that is never repeated must have been told

@@ -32,8 +32,12 @@ class Returns:
         for line in journal.read():
             self._count(line["entry_id"], line["environment"], line["reason"])
 
-    def record(self, entry: GroupEntry, reason: str, detail: str) -> None:
-        """Notes a group, before it leaves Redis: a kill in between may list it twice, but count it once."""
+    def record(self, entry: GroupEntry, reason: str, detail: str) -> str:
+        """Notes a group, before it leaves Redis: a kill in between may list it twice, but count it once.
+
+        Returns:
+            The task id that it claims, empty if none.
+        """
         task = _task(entry)
         # What a malformed record claims is no name for a metric.
         environment = task.environment if task.environment in self._environments else ""
@@ -48,6 +52,7 @@ class Returns:
             }
         )
         self._count(entry.entry_id, environment, reason)
+        return task.task_id
 
     def _count(self, entry_id: str, environment: str, reason: str) -> None:
         if entry_id not in self._seen:

@@ -21,6 +21,8 @@ class Status:
     trained_groups: int = 0
     # Groups that ended without entering a gradient, by (environment, reason).
     returned_groups: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # Mean reward of each environment's last evaluation.
+    evaluation_rewards: dict[str, float] = field(default_factory=dict)
     # Of the last step.
     reward_mean: float = 0.0
     idle_fraction: float = 0.0

@@ -10,7 +10,7 @@ from headrace import config, stream
 from headrace.stream import GroupEntry
 from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
-from services.trainer.batcher import Batcher, Rules, Unfit, learnable, to_sample
+from services.trainer.batcher import Batcher, Rules, Unfit, learnable, parse, to_sample
 from services.trainer.credit import credited
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
@@ -41,7 +41,9 @@ def rules(**changes):
 
 
 def verdict(record, **changes):
-    return learnable(GroupEntry("1-1", record.SerializeToString()), rules(**changes), LINEAGE, cursor=1)
+    entry = GroupEntry("1-1", record.SerializeToString())
+    judged = rules(**changes)
+    return learnable(entry, parse(entry, judged, LINEAGE, cursor=1), judged, LINEAGE)
 
 
 def test_a_group_becomes_samples_with_advantages():
@@ -195,7 +197,7 @@ def test_what_cannot_be_true_is_refused_with_the_reason(record, reason):
 
 def test_noise_is_refused():
     with pytest.raises(RecordError, match="no TrajectoryGroup"):
-        learnable(GroupEntry("1-1", b"\xff\xff\xff"), rules(), LINEAGE, cursor=1)
+        parse(GroupEntry("1-1", b"\xff\xff\xff"), rules(), LINEAGE, cursor=1)
 
 
 @pytest.fixture
