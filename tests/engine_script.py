@@ -41,6 +41,7 @@ class Script:
     fault: str = "500"  # happens with fault_rate
     fault_rate: float = 0.0  # share of calls, 0 to 1
     fault_after_delay: bool = False  # a fault strikes once the call's delay has passed, not at once
+    kv_used_tokens: int = 0  # of 1,000,000, as /get_load tells
     draining: bool = False  # refuses calls with 503 and is not ready
     seed: int = 0
 

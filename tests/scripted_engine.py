@@ -256,7 +256,7 @@ class ScriptedEngine:
                 "policy_version": self.policy_version,
                 "running": len(self._running),
                 "waiting": 0,
-                "kv_used_tokens": 0,
+                "kv_used_tokens": self.script.kv_used_tokens,
                 "kv_capacity_tokens": 1_000_000,
             }
         )

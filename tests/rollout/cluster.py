@@ -28,9 +28,10 @@ class Cluster:
         *,
         script: dict[str, object],
         versions: Sequence[int] = (0,),
+        addresses: Sequence[str] = (),
         **overrides: object,
     ):
-        """`versions`: of each engine."""
+        """`versions`: of each engine that is started. `addresses`: of those that there are, too."""
         self.folder, self._stack = folder, stack
         (folder / "redis").mkdir()
         self.redis_url, self.redis = stack.enter_context(processes.redis_server(folder / "redis"))
@@ -38,7 +39,7 @@ class Cluster:
         self.config = settings(
             folder,
             redis__url=self.redis_url,
-            inference__addresses=[f"127.0.0.1:{engine}" for engine in engines],
+            inference__addresses=[*(f"127.0.0.1:{engine}" for engine in engines), *addresses],
             environments__guess_number__address=f"127.0.0.1:{environment}",
             **overrides,
         )
@@ -49,7 +50,7 @@ class Cluster:
             arguments = [sys.executable, "-m", "tests.scripted_engine", "--listen", f"127.0.0.1:{port}"]
             arguments += ["--options", json.dumps(script), "--policy-version", str(version)]
             self.engines.append(self._start(f"engine-{number}", arguments, port))
-        self.engine = self.engines[0]
+        self.engine = self.engines[0] if self.engines else None
         self.environment = self._start(
             "environment",
             processes.service(

@@ -16,8 +16,10 @@ from headrace import trajectory as records
 from headrace.v1 import rollout_service_pb2 as rollout_pb
 from headrace.v1 import rollout_service_pb2_grpc
 from tests import processes
+from tests import scripted_vllm as vllm
 from tests.rollout.cluster import Cluster, metric
 from tests.rollout.rig import eventually, settings, waited_s
+from tests.scripted_vllm import ScriptedVllm
 
 
 @pytest.fixture
@@ -260,3 +262,23 @@ async def test_tokens_are_labelled_right_while_engines_differ_swap_and_die(clust
                 assert tokens.tolist() == records.versions(turn).tolist()
                 seen |= set(tokens.tolist())
     assert {3, 4, 6} <= seen <= {3, 4, 5, 6}
+
+
+async def test_a_gateway_draws_from_a_vllm_server(cluster):
+    server = await ScriptedVllm.start(vllm.Script(delay_per_token_s=0.01), weight_version="run/3")
+    run = cluster({}, versions=(), addresses=[server.url.removeprefix("http://")], inference__dialect="vllm")
+    # A server that lives in this test's loop must not be waited for from it.
+    gateway = await asyncio.to_thread(run.gateway)
+    await run.issue(6)
+    await eventually(lambda: len(server.requests) > 3, timeout_s=90)
+    server.hold("run/4")
+    groups = await run.groups(6, timeout_s=90)
+    await asyncio.to_thread(gateway.stop)
+    await server.stop()
+    assert each_once(groups, 6)
+    for group in groups:
+        for trajectory in group.trajectories:
+            assert records.is_trainable(trajectory), trajectory.status_detail
+            for turn in trajectory.turns:
+                labels, drawn = records.versions(turn), records.token_ids(turn.action_token_ids)
+                assert set(labels) <= {3, 4} and (labels <= drawn).all()

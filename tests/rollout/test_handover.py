@@ -5,10 +5,12 @@ The scripted engine's token is its version, so a token, its label and the engine
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import random
 
 import pytest
+from prometheus_client import REGISTRY
 
 from headrace.v1 import trajectory_pb2 as pb
 from services.rollout.circuit import CircuitLimits
@@ -293,3 +295,30 @@ async def test_calls_beyond_the_window_wait_here_and_not_at_the_engine():
         samples = await asyncio.gather(*map(run, range(30)))
         watching.cancel()
     assert len(samples) == 30 and 1 <= most <= 4
+
+
+async def test_the_window_follows_an_engines_pressure_and_its_metrics_tell():
+    script = Script(delay_s=0.02)
+    async with cluster(script, versions=(5,), window=WindowLimits(2, 8, 64)) as ((server,), engines):
+        (engine,) = engines.engines
+
+        async def episode(number):
+            with context(engines, f"e{number}") as tokens:
+                tokens.append([2])
+                while True:
+                    await tokens.sample(1)
+
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+            episodes = [tasks.create_task(episode(number)) for number in range(100)]
+            await eventually(lambda: engine.window.size == 64, timeout_s=60)
+            server.set_script(dataclasses.replace(script, kv_used_tokens=970_000))
+            await eventually(lambda: engine.window.size == 2, timeout_s=60)
+            await eventually(lambda: len(server._running) <= 2, timeout_s=60)
+            assert REGISTRY.get_sample_value("headrace_rollout_engine_window", {"engine": server.url}) == 2
+            assert REGISTRY.get_sample_value("headrace_rollout_engine_circuit", {"engine": server.url}) == 0
+            assert REGISTRY.get_sample_value("headrace_rollout_waiting_engine_calls") >= 90
+            server.set_script(script)
+            await eventually(lambda: engine.window.size >= 10, timeout_s=60)
+            for task in episodes:
+                task.cancel()
+    assert REGISTRY.get_sample_value("headrace_rollout_engine_window", {"engine": server.url}) is None
