@@ -113,7 +113,8 @@ class Transfer:
         sizes = self._checked(manifest)
         full, relayed = self._shelf.receive(manifest)
         kind = "delta" if manifest.parcels else "full"
-        second = await read(call, sender.silence_s) if any(sizes[len(self._arrays) :]) else None
+        missing = sizes[len(self._arrays) :]
+        second = await read(call, sender.silence_s + max(missing) / _SLOWEST_BYTES_PER_S) if any(missing) else None
         bulk = None
         if second is not None and second.WhichOneof("part") == "ticket":
             try:
@@ -243,7 +244,8 @@ class _Chunks:
         """Fills it with its chunks."""
         name, filled = self._names[index], 0
         while filled < parcel.size:
-            response = self._next or await read(self._call, self._silence_s)
+            # A peer sends a tensor on when it has all of it.
+            response = self._next or await read(self._call, self._silence_s + parcel.size / _SLOWEST_BYTES_PER_S)
             self._next = None
             if response is None:
                 raise CorruptWeights(f"{name}: the transfer ended after {filled} of {parcel.size} bytes")

@@ -70,19 +70,19 @@ class Fanout:
             ancestors = self._ancestors(engine)
             if not ancestors or any(name in watchers for name in ancestors):
                 return _listed(ancestors, watchers)
-        parents = [
+        parents = (
             name
             for name, member in members.items()
-            if name in watchers
+            if member.children < _CHILDREN
+            and name in watchers
             and watchers[name].address
             and self._serves(name, base)
-            and member.children < _CHILDREN
             and engine not in (name, *self._ancestors(name))
-        ]
-        member = members.setdefault(engine, _Member(base, None))
-        member.parent = parents[0] if parents else None
-        if member.parent:
-            members[member.parent].children += 1
+        )
+        parent = next(parents, None)
+        members.setdefault(engine, _Member(base, None)).parent = parent
+        if parent:
+            members[parent].children += 1
         return _listed(self._ancestors(engine), watchers)
 
     def _ancestors(self, engine: str) -> list[str]:
