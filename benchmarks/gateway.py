@@ -27,8 +27,13 @@ async def measure(group_count: int) -> list[Figure]:
     """Runs so many groups of 8 episodes."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        limits = {"rollout__max_concurrent_episodes": 256, "rollout__group_size": 8}
-        run = Cluster(folder, stack, script={"tokens": "random"}, **limits)
+        run = Cluster(
+            folder,
+            stack,
+            script={"tokens": "random"},
+            rollout__max_concurrent_episodes=256,
+            rollout__group_size=8,
+        )
         gateway = run.gateway()
         await asyncio.sleep(_WARM_UP_S)
         start_s, cpu_s = time.perf_counter(), _cpu_s(gateway.pid)
