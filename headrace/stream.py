@@ -211,6 +211,20 @@ def connect(url: str, *, timeout_s: float) -> redis.asyncio.Redis:
     )
 
 
+def remedy(url: str, error: Exception) -> str:
+    """What to do about an error of a server's at this address that does not pass by itself."""
+    text, secured = str(error), url.startswith("rediss:")
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return "let ssl_ca_certs in redis.url name the file of who signed its certificate, for this host"
+    if secured and "No such file" in text:
+        return "let ssl_ca_certs in redis.url name a file that there is"
+    if secured and "SSL" in text:
+        return "if it speaks no TLS, begin redis.url with redis://"
+    if not secured and ("reset by peer" in text or "closed by server" in text):
+        return "if it speaks TLS, begin redis.url with rediss://"
+    return "start it, or correct redis.url"
+
+
 _LONGEST_BLOCK_S = 5.0
 
 

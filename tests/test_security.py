@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import subprocess
 
 import grpc
 import pytest
@@ -14,7 +15,8 @@ from headrace.errors import StartupError
 from headrace.security import PLAIN, Security
 from headrace.v1 import trainer_service_pb2 as pb
 from headrace.v1 import trainer_service_pb2_grpc as pb_grpc
-from tests.certificates import TOKEN, Authority, token_file
+from tests import processes
+from tests.certificates import TOKEN, Authority, Issued, token_file
 
 NAME = pb.DESCRIPTOR.services_by_name["TrainerService"].full_name
 
@@ -243,6 +245,25 @@ def test_what_is_wrong_with_a_file_is_told_in_one_line(case, authority, tmp_path
     assert words in message
     assert "\n" not in message
     assert "secret" not in message.replace(str(tmp_path), "")
+
+
+def test_the_secrets_that_the_documentation_makes_are_ones_that_services_take(tmp_path):
+    page = (processes.ROOT / "docs" / "security.md").read_text()
+    (script,) = (block for block in page.split("```sh\n") if "openssl req -x509" in block)
+    subprocess.run(["sh", "-ec", script.partition("```")[0]], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    for name in ("services", "environments", "redis"):
+        files = Issued(tmp_path / f"{name}.crt", tmp_path / f"{name}.key", tmp_path / "ca.crt")
+        assert len(security.read(files.tls(), tmp_path / "token").tokens) == 1
+    text = subprocess.run(
+        ["openssl", "x509", "-noout", "-ext", "subjectAltName", "-in", "services.crt"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    for component in ("trainer", "gateway", "inference"):
+        assert f"DNS:run-headrace-{component}.headrace.svc" in text
 
 
 @pytest.mark.parametrize(

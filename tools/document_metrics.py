@@ -20,7 +20,8 @@ _HEAD = """# Metrics
 
 Every service serves Prometheus metrics at `/metrics`: trainer, gateways and environments on `--metrics-listen`, engines
 on their HTTP port. This page is made from the code by `make metrics`; a counter's samples end in `_total`, a
-histogram's in `_bucket`, `_sum` and `_count`. The dashboard in `k8s/headrace/files/dashboard.json` draws them.
+histogram's in `_bucket`, `_sum` and `_count`. The dashboard in `k8s/headrace/files/dashboard.json` draws them. What
+happened to a single trajectory is told by traces: [tracing.md](tracing.md).
 """
 
 

@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from headrace import config, model_folder, rpc, security, telemetry, tracing
 from headrace.errors import StartupError
-from headrace.stream import Streams, connect
+from headrace.stream import Streams, connect, remedy
 from headrace.v1 import rollout_service_pb2_grpc
 from services.rollout import metrics
 from services.rollout.circuit import CircuitLimits
@@ -156,7 +156,7 @@ async def _open(streams: Streams, settings: config.Redis) -> None:
         except (RedisError, TimeoutError) as error:
             if time.monotonic() > deadline_s:
                 line = " ".join(str(error).split()) or "no reply"
-                message = f"Redis at {settings.place} cannot be used ({line}); start it, or correct redis.url"
+                message = f"Redis at {settings.place} cannot be used ({line}); {remedy(settings.url, error)}"
                 raise StartupError(message) from error
             await asyncio.sleep(0.2)
 

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from headrace import rpc
+from headrace import rpc, security
 from headrace.v1 import rollout_service_pb2 as pb
 from headrace.v1 import rollout_service_pb2_grpc, trajectory_pb2
+from tests.certificates import Authority, token_file
 from tests.k8s.rendering import CHART, ROOT, find, matrix
 
 NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
@@ -24,10 +25,10 @@ class Gateway(rollout_service_pb2_grpc.RolloutServiceServicer):
             yield pb.RunEpisodesResponse(task=task, trajectory=trajectory_pb2.Trajectory(status=self.status))
 
 
-async def start(status):
+async def start(status, secured=security.PLAIN):
     gateway = Gateway(status)
     add = rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server
-    return gateway, await rpc.Server.start("127.0.0.1:0", [(NAME, add, gateway)])
+    return gateway, await rpc.Server.start("127.0.0.1:0", [(NAME, add, gateway)], security=secured)
 
 
 async def check(*arguments):
@@ -72,6 +73,22 @@ async def test_an_episode_counts_unless_it_failed(status, expected):
     found, output = await check("episode", f"127.0.0.1:{server.port}", "guess_number")
     assert (found, [task.environment for task in gateway.tasks]) == (expected, ["guess_number"])
     assert trajectory_pb2.EpisodeStatus.Name(status) in output
+    await server.stop(0)
+
+
+async def test_over_tls_it_shows_and_checks_certificates_and_brings_the_token(tmp_path):
+    files, token = Authority(tmp_path).issue("service"), token_file(tmp_path)
+    secured = security.read(files.tls(client_certificates=True), token)
+    _, server = await start(trajectory_pb2.EPISODE_STATUS_COMPLETED, secured)
+    await server.set_serving(True)
+    address = f"127.0.0.1:{server.port}"
+    tls = [f"--authority={files.authority}", f"--certificate={files.certificate}", f"--key={files.key}"]
+    assert await check("health", address, *tls) == (0, f"{address}: SERVING\n")
+    assert (await check("episode", address, "e", *tls, f"--token-file={token}"))[0] == 0
+    status, output = await check("episode", address, "e", *tls)
+    assert status == 1
+    assert "UNAUTHENTICATED: this server asks for a token" in output
+    assert (await check("health", address))[0] == 1
     await server.stop(0)
 
 

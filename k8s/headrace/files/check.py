@@ -3,7 +3,8 @@
     check.py health HOST:PORT…
     check.py episode GATEWAY_HOST:PORT ENVIRONMENT
 
-Over TLS with --authority, --certificate and --key; with the token of --token-file where one is asked for. Exits 0 when it is so within the time limit; otherwise it prints what is not and exits 1.
+Over TLS with --authority, --certificate and --key; with the token of --token-file where one is asked for.
+Exits 0 when it is so within the time limit; otherwise it prints what is not and exits 1.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ def main() -> int:
     return check_episode(args, args.timeout_s)
 
 
-def connect(address: str, args: argparse.Namespace) -> grpc.Channel:
-    """A channel that shows and asks for what the arguments say."""
+def connect(address: str, args: argparse.Namespace, *, token: bool) -> grpc.Channel:
+    """A channel that shows and asks for what the arguments say; the token goes to gateways, not to environments."""
     if args.authority is None:
         return grpc.insecure_channel(address)
     files = [path.read_bytes() if path else None for path in (args.authority, args.key, args.certificate)]
     credentials = grpc.ssl_channel_credentials(*files)
-    if args.token_file:
-        token = args.token_file.read_text().split()[0]
-        credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+    if token and args.token_file:
+        word = args.token_file.read_text().split()[0]
+        credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(word))
     return grpc.secure_channel(address, credentials)
 
 
 def check_health(address: str, args: argparse.Namespace, deadline_s: float) -> int:
     """0 as soon as the server answers SERVING, 1 at the deadline (a time.monotonic)."""
     answer = "no answer"
-    with connect(address, args) as channel:
+    with connect(address, args, token=False) as channel:
         while True:
             try:
                 reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
@@ -82,7 +83,7 @@ def check_episode(args: argparse.Namespace, timeout_s: float) -> int:
         trajectory_pb2.EPISODE_STATUS_TRUNCATED_TURNS,
         trajectory_pb2.EPISODE_STATUS_TRUNCATED_TOKENS,
     )
-    with connect(gateway, args) as channel:
+    with connect(gateway, args, token=True) as channel:
         stub = rollout_service_pb2_grpc.RolloutServiceStub(channel)
         try:
             replies = list(stub.RunEpisodes(request, timeout=timeout_s, wait_for_ready=True))
