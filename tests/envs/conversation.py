@@ -72,12 +72,19 @@ async def serving(
     environments: dict[str, Callable[[], Environment]], *, capacity: int = 2048, **settings: float
 ) -> AsyncIterator[tuple[pb_grpc.EnvironmentServiceStub, EnvironmentServer]]:
     """A server in this process and a stub that reaches it over TCP."""
-    async with EnvironmentServer(environments, capacity=capacity, **settings) as servicer:
+    servicer = EnvironmentServer(environments, capacity=capacity, **settings)
+    async with listening(servicer) as address, rpc.channel(address) as channel:
+        yield pb_grpc.EnvironmentServiceStub(channel), servicer
+
+
+@contextlib.asynccontextmanager
+async def listening(servicer: EnvironmentServer) -> AsyncIterator[str]:
+    """A server in this process: its address."""
+    async with servicer:
         add = pb_grpc.add_EnvironmentServiceServicer_to_server
         server = await rpc.Server.start("127.0.0.1:0", [(SERVICE, add, servicer)])
         try:
-            async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
-                yield pb_grpc.EnvironmentServiceStub(channel), servicer
+            yield f"127.0.0.1:{server.port}"
         finally:
             await server.stop(0)
 

@@ -1,0 +1,61 @@
+"""docs/environments.md: every environment in it is real, and its tables say what the code does."""
+
+import re
+import sys
+import types
+
+import pytest
+import yaml
+
+from headrace import config
+from headrace.environment_kit import check
+from headrace.environment_kit.check import Result
+from headrace.environment_kit.rules import Settings
+from services.envs.environment import Environment
+from services.envs.server import EnvironmentServer
+from tests.envs.conversation import listening
+from tests.processes import ROOT
+
+PAGE = (ROOT / "docs" / "environments.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def environments() -> dict[str, type[Environment]]:
+    """The environments that the page's Python declares, by name."""
+    found = {}
+    for number, block in enumerate(BLOCKS):
+        module = types.ModuleType(f"docs_environments_{number}")
+        sys.modules[module.__name__] = module
+        exec(compile(block, module.__name__, "exec"), vars(module))
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Environment)]
+        found |= {kind.__name__: kind for kind in kinds if kind.__module__ == module.__name__}
+    return found
+
+
+ENVIRONMENTS = environments()
+
+
+def test_each_block_holds_an_environment():
+    assert len(ENVIRONMENTS) == len(BLOCKS) == 3
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+async def test_the_page_s_environments_keep_every_rule(name):
+    settings = Settings(capacity=8, parallel=20, actions=("3", "HELLO"))
+    async with listening(EnvironmentServer({name: ENVIRONMENTS[name]}, capacity=8)) as address:
+        found = [finding async for finding in check.check(address, settings)]
+    assert {finding.rule: finding.reason for finding in found if finding.result == Result.BROKEN} == {}
+
+
+def test_the_page_names_every_rule_in_order():
+    table = PAGE.partition("| rule | it holds when |")[2]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == check.NAMES
+
+
+def test_the_page_s_run_file_section_is_one(tmp_path):
+    (section,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    run = yaml.safe_load((ROOT / "configs" / "guess_number.yaml").read_text())
+    run["environments"] = yaml.safe_load(section)["environments"]
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    assert config.load(path).environments["letters"].max_turns == 1
