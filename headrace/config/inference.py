@@ -20,6 +20,16 @@ class Vllm(Section):
     timeout_s: Seconds = Field(600.0, description="deadline of one control call, loading included")
 
 
+class Lora(Section):
+    """An adapter that engines hold beside the base; the trainer's must be the same."""
+
+    rank: Count
+    scaling: float = Field(1.0, description="factor of the adapter's output: alpha / rank in PEFT's words")
+    layers: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] = Field(
+        min_length=1, description="linear layers that have an adapter, in every block"
+    )
+
+
 class Inference(Section):
     """The engines."""
 
@@ -47,6 +57,7 @@ class Inference(Section):
         description="what new weights do to running requests: in_place keeps their keys and values, recompute prefills"
         " them again, so that no token is sampled from keys of other weights",
     )
+    lora: Lora | None = Field(None, description="lets versions bring an adapter alone, without the base's tensors")
     drain_timeout_s: Seconds = Field(
         8.0, description="time that running requests get to end after SIGTERM; then they are handed over as they are"
     )

@@ -45,7 +45,8 @@ async def follow(config: Config, hosts: Hosts, stop: asyncio.Event, *, built: Ca
     assert isinstance(follower, Follower)
 
     def stage(version: int, tensors: Mapping[str, np.ndarray]) -> None:
-        scheduler.staged[version] = functools.partial(staging.stage, scheduler.tp_worker.worker.model_runner, tensors)
+        runner, first = scheduler.tp_worker.worker.model_runner, scheduler.policy_version < 0
+        scheduler.staged[version] = functools.partial(staging.stage, runner, tensors, first=first)
 
     def finish() -> None:
         loop.call_soon_threadsafe(_end, ended, None)

@@ -15,6 +15,7 @@ def server_arguments(config: Config, hosts: Hosts) -> ServerArgs:
     smallest = 2 if inference.device == "cpu" else 1
     chunk = inference.prefill_chunk_tokens
     devices = inference.tensor_parallel * inference.data_parallel
+    lora = inference.lora
     arguments = ServerArgs(
         model_path=str(config.model_path),
         load_format="dummy",
@@ -43,6 +44,11 @@ def server_arguments(config: Config, hosts: Hosts) -> ServerArgs:
         grammar_backend="none",
         stream_interval=1,
         log_level="warning",
+        enable_static_lora=lora is not None,
+        max_lora_rank=lora.rank if lora else None,
+        lora_target_modules=set(lora.layers) if lora else None,
+        lora_scaling=lora.scaling if lora else None,
+        max_loras_per_batch=1,
     )
     arguments.check_server_args()
     return arguments

@@ -207,7 +207,8 @@ class Engine:
 
     async def _stage(self, version: Version) -> Callable[[], Sequence[jax.Array]]:
         """What gives the version's leaves at its swap."""
-        stage = functools.partial(staging.stage, self._scheduler.tp_worker.worker.model_runner, version.tensors)
+        runner = self._scheduler.tp_worker.worker.model_runner
+        stage = functools.partial(staging.stage, runner, version.tensors, first=self.held is None)
         if self._leader is not None:
             await asyncio.to_thread(self._leader.send_version, version.policy_version, version.tensors)
             return stage

@@ -67,5 +67,7 @@ def _compile(worker: Any, mesh: jax.sharding.Mesh, shape: Shape) -> None:
         per_dp_bs_size=shape.batch // worker.dp_size,
     )
     sampling = SamplingMetadata.from_model_worker_batch(dummy, 0, mesh, worker.model_config.vocab_size)
+    if worker.server_args.enable_lora:
+        worker.prepare_lora_batch(dummy)
     dummy.forward_batch = ForwardBatch.init_new(dummy, worker.model_runner)
     worker.forward_batch_generation(dummy, launch_done=None, skip_sample=False, sampling_metadata=sampling)
