@@ -14,10 +14,14 @@ CASES = {
     "guess_number": ("guess_number", {}),
     "guess_number_blind": ("guess_number", {"feedback": "blind"}),
     "calculator": ("calculator", {}),
+    "gymnasium": ("gymnasium", {"arguments": {"max_episode_steps": 6}}),
+    "textarena": ("textarena", {}),
+    "judge": ("judge", {"tasks": [{"prompt": "2 + 2?", "expected": "4"}]}),
+    "python_tool": ("python_tool", {"sandbox": {"strength": "monty"}}),
     "latency": ("benchmarks.latency_environment:Latency", {"mean_s": 0.001}),
 }
-EXPERTS = ["guess_number", "calculator"]
-REPRODUCIBLE = ["guess_number", "guess_number_blind", "calculator"]
+EXPERTS = ["guess_number", "calculator", "python_tool"]
+REPRODUCIBLE = ["guess_number", "guess_number_blind", "calculator", "gymnasium", "textarena", "python_tool"]
 
 
 @contextlib.asynccontextmanager
