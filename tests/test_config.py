@@ -52,6 +52,8 @@ def test_every_error_is_reported_at_once():
         ("trainer.max_staleness", -1, "max_staleness"),
         ("inference.batch_buckets", [16, 1], "ascending"),
         ("inference.max_running_requests", 128, "batch_buckets"),
+        ("inference.data_parallel", 2, "samples wrongly"),
+        ("inference.lora", {"rank": 4, "layers": []}, "inference.lora.layers"),
         ("inference.addresses", ["engine:30000", "engine"], "inference.addresses.1: 'engine' is no HOST:PORT"),
         ("trainer.address", "trainer:70000", "trainer.address: 'trainer:70000' is no HOST:PORT"),
         ("environments.guess_number.address", ":7000", "environments.guess_number.address"),
