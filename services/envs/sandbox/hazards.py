@@ -45,3 +45,13 @@ CLAIMS: dict[Strength, frozenset[Hazard]] = {
     Strength.PROCESS: ALL,
     Strength.CONTAINER: ALL,
 }
+
+
+def table() -> str:
+    """The claims as a table in Markdown, for docs/sandbox.md."""
+    rows = ["| what a program tries | " + " | ".join(f"`{strength.value}`" for strength in Strength) + " |"]
+    rows.append("|---|" + "---|" * len(Strength))
+    for hazard in Hazard:
+        marks = ["stopped" if hazard in CLAIMS[strength] else "**not stopped**" for strength in Strength]
+        rows.append(f"| {hazard.value} | " + " | ".join(marks) + " |")
+    return "\n".join(rows) + "\n"

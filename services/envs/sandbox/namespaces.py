@@ -17,7 +17,7 @@ NOBODY = 65534
 NEW_MOUNTS, NEW_CGROUPS, NEW_NAMES, NEW_IPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEW_USERS, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_EXECUTION, REMOUNT, BIND, RECURSIVE = 1, 2, 4, 8, 32, 4096, 16384
-SLAVE, RELATIVE_TIMES, DETACH = 1 << 19, 1 << 21, 2
+RELATIVE_TIMES, DETACH = 1 << 21, 2
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP = 1, 24
 # Flags of statvfs that are locked in a mount from outside, and their names for mount(2).
 LOCKED = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: RELATIVE_TIMES}
@@ -105,8 +105,8 @@ def _wait(child: int, errors: int) -> None:
 
 
 def _make_root(readable: Sequence[str], hidden: Sequence[str], scratch_bytes: int, scratch_files: int) -> None:
+    # Mounts need no further separation: in a user namespace of its own none of them reaches the one outside.
     root = "/tmp"  # only a place to mount at: nothing is written there
-    _mount("none", "/", "", SLAVE | RECURSIVE)
     sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in readable}
     sources |= {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC) for name in DEVICES}
     links = {path: os.readlink(path) for path in readable if os.path.islink(path)}
