@@ -192,6 +192,8 @@ def _error(code: grpc.StatusCode, details: str, what: str) -> Exception:
         return EnvironmentRefusal(text)
     if code == grpc.StatusCode.INTERNAL:
         return EnvironmentFailure("raised", text)
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:  # the server's own, for a step
+        return EnvironmentFailure("deadline", text)
     if code == grpc.StatusCode.UNAVAILABLE:
         return EnvironmentFailure("unavailable", text)
     return EnvironmentFailure("other", text)
