@@ -50,7 +50,7 @@ def main() -> None:
     """Measures, prints the tables, writes results/weights.json."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--pulls", type=int, default=8, help="pulls of each kind, of which the best counts")
-    parser.add_argument("--steps", type=int, default=4, help="RL steps at each learning rate, of which the last count")
+    parser.add_argument("--steps", type=int, default=3, help="RL steps at each learning rate, of which the last count")
     parser.add_argument("--model", type=Path, default=MODEL, help="Hugging Face folder with weights (%(default)s)")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--only", choices=["pull", "delta", "fanout"], help="measure one of the three")
