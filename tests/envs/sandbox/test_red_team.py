@@ -23,7 +23,7 @@ import pytest
 import services
 from services.envs.sandbox.hazards import CLAIMS, Hazard
 from services.envs.sandbox.sandbox import Code, Command, Ending, Outcome, Refused, Sandbox
-from tests.envs.sandbox.strengths import EACH_WAY, LIMITS, WAYS, sandboxes
+from tests.envs.sandbox.strengths import EACH_WAY, LIMITS, WAYS, running, sandboxes
 
 DEADLINE_S = 60.0
 SECRET = "the-secret-of-this-machine"
@@ -51,21 +51,12 @@ class Target:
         assert SECRET not in outcome.stdout + outcome.stderr
         return outcome
 
-    def survivors(self) -> list[int]:
-        """Processes of the attack that still run."""
-        found = []
-        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if self.marker.encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-        return found
-
     async def none_survive(self) -> None:
         await asyncio.to_thread(self._wait_for_their_end)
 
     def _wait_for_their_end(self) -> None:
         end = time.monotonic() + 60
-        while found := self.survivors():
+        while found := running(self.marker):
             assert time.monotonic() < end, found
             time.sleep(0.05)
 

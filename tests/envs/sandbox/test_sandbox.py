@@ -3,6 +3,10 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
+import uuid
 
 import pytest
 
@@ -12,7 +16,7 @@ from services.envs.sandbox.choice import Choice, verified
 from services.envs.sandbox.hazards import Strength
 from services.envs.sandbox.process import ProcessSandboxes
 from services.envs.sandbox.sandbox import Code, Command, Ending, Limits, SandboxError
-from tests.envs.sandbox.strengths import EACH_WAY, EACH_WAY_WITH_COMMANDS, LIMITS, children, jails, sandboxes
+from tests.envs.sandbox.strengths import EACH_WAY, EACH_WAY_WITH_COMMANDS, LIMITS, children, jails, running, sandboxes
 
 DEADLINE_S = 60.0
 
@@ -144,6 +148,40 @@ async def test_a_sandbox_that_dies_is_an_infrastructure_failure():
             os.kill(process, signal.SIGKILL)
         with pytest.raises(SandboxError, match=r"does not answer|takes no request"):
             await sandbox.run(Code("print(1)"), deadline_s=DEADLINE_S)
+
+
+HOLDER = """
+import asyncio, sys
+from services.envs.sandbox.process import ProcessSandboxes
+from services.envs.sandbox.sandbox import Command, Limits
+
+async def main():
+    sandboxes = ProcessSandboxes(Limits(), max_open=1, allow_network=False, way={way!r})
+    async with sandboxes.open() as sandbox:
+        print("open", flush=True)
+        await sandbox.run(Command(["python3", "-c", "import time; time.sleep(600)", {marker!r}]), deadline_s=600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("way", ["namespaces", "landlock"])
+def test_nothing_outlives_a_server_that_is_killed(way):
+    sandboxes(way)
+    marker = f"marker-{uuid.uuid4()}"
+    holder = HOLDER.format(way=way, marker=marker)
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline() == "open\n"
+        wait_until(lambda: len(running(marker)) >= 2)  # the server's own arguments hold it, too
+        server.kill()
+    wait_until(lambda: not running(marker))
+
+
+def wait_until(condition, timeout_s: float = 60) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\0b", ".", ".."])
