@@ -6,6 +6,7 @@ import asyncio
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from services.trainer.snapshot import Snapshot
 from tests.inference import fleet
@@ -31,6 +32,7 @@ async def all_have(engines: list[fleet.Puller], snapshot: Snapshot) -> list[dict
     return reports
 
 
+@pytest.mark.timeout(600)  # ten processes on a machine that may be busy
 async def test_the_trainer_sends_one_copy_to_eight_engines():
     async with (
         fleet.trainer() as trainer,
@@ -66,7 +68,8 @@ async def test_the_trainer_sends_one_copy_to_eight_engines():
                 await asyncio.sleep(0.001)
         engines[1].kill()
         await all_have([engines[0], *engines[2:]], third)
-        assert sent.total() <= 2 * third.size_bytes  # one copy, and what the dead one had got, if it was the first
+        # At the worst it was the first, and both of its children asked for new peers before the trainer had noticed.
+        assert sent.total() <= 3 * third.size_bytes
 
         # And comes back empty: it gets all of it from those who have it.
         await fleet.all_watch(trainer, ENGINES - 1, held=3)
