@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,24 @@ def test_the_typescript_example_keeps_every_rule(typescript_example, tmp_path):
 
 def test_the_lock_file_names_no_registry():
     assert '"resolved"' not in (EXAMPLES / "typescript_environment" / "package-lock.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_step_of_two_minutes_survives_in_both_languages(typescript_example, tmp_path):
+    ours, theirs = (f"127.0.0.1:{processes.free_port()}" for _ in range(2))
+    options = ("--set", "mean_s=121", "--set", "sigma=0")
+    slow = processes.service("envs", "tests.envs.faulty:Slow", *options, "--listen", ours)
+    spell = ["node", str(typescript_example / "dist" / "server.js"), theirs]
+    where = {"PROTO_DIR": str(processes.ROOT / "proto")}
+    listening = lambda: processes.listening(int(theirs.rpartition(":")[2]))  # noqa: E731
+    with (
+        processes.running(slow, tmp_path / "ours", ready=lambda: processes.serving(ours)),
+        processes.running(spell, tmp_path / "theirs", ready=listening, environment=where),
+        ThreadPoolExecutor() as checks,
+    ):
+        told = [
+            checks.submit(check, ours, "--rule", "long_step", "--slow", "--slow-action", "now"),
+            checks.submit(check, theirs, "--rule", "long_step", "--slow"),
+        ]
+        assert [future.result().splitlines()[-1] for future in told] == ["1 kept", "1 kept"]
