@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from headrace import images
 from headrace.v1 import trajectory_pb2 as pb
 
 INT32 = np.dtype("<i4")
@@ -143,6 +144,11 @@ def check_trajectory(trajectory: pb.Trajectory, *, purpose: int, vocabulary_size
             _check_turn(turn, purpose=purpose, vocabulary_size=vocabulary_size)
         except RecordError as error:
             raise RecordError(f"turns[{number}].{error}") from error
+    for number, message in enumerate(trajectory.messages):
+        try:
+            images.check(message)
+        except images.ImageError as error:
+            raise RecordError(f"messages[{number}]: {error}") from error
     if trajectory.status not in TRAINABLE:
         return
     if trajectory.terminated == trajectory.truncated:

@@ -19,7 +19,16 @@ class Rollout(Section):
     evaluation_temperature: float = Field(1.0, ge=0, description="softmax temperature of evaluation, 0 is greedy")
     max_action_tokens: Count = Field(description="tokens of one action at the most")
     max_episode_tokens: Count = Field(description="tokens of a whole episode at the most, observations included")
-    tool_parser: Literal["none", "hermes"] = "none"
+    tool_parser: Literal["none", "hermes", "llama3_json", "pythonic", "xml"] = Field(
+        "none",
+        description="how the model writes tool calls: hermes (Qwen2.5, Qwen3, Hermes), llama3_json (Llama 3),"
+        " pythonic (Llama 4, Gemma), xml (Qwen3-Coder); none: it calls no tools",
+    )
+    thinking: Literal["apart", "content"] = Field(
+        "apart",
+        description="where <think>…</think> at the start of an action goes in the message that the environment gets:"
+        " its field `thinking`, or the content, for an environment that judges the form; the tokens keep it always",
+    )
     episode_timeout_s: Seconds = 600.0
     group_timeout_s: Seconds = Field(1800.0, description="stragglers of a group are cancelled after it")
     episode_attempts: Count = Field(3, description="environment sessions that one episode may take")

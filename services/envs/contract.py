@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from headrace import images
 from headrace.v1 import environment_service_pb2 as pb
 from services.envs.environment import TimeStep
 
@@ -52,6 +53,10 @@ def response(step: object, *, after_reset: bool, rewarded: bool, metric_names: C
     for message in built.messages:
         if message.role not in ROLES:
             raise ContractError(f"returned a message with the role {message.role!r}")
+        try:
+            images.check(message)
+        except images.ImageError as error:
+            raise ContractError(f"returned images that cannot be sent: {error}") from error
     return built
 
 

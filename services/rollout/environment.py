@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from headrace import config, rpc, tracing
+from headrace import config, images, rpc, tracing
 from headrace.security import PLAIN, Security
 from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import environment_service_pb2_grpc
@@ -176,6 +176,11 @@ class Session:
             problem = f"message roles are {[message.role for message in step.messages]}, not of {sorted(roles)}"
         if problem:
             raise EnvironmentFailure("contract", problem)
+        try:
+            for message in step.messages:
+                images.check(message)
+        except images.ImageError as error:
+            raise EnvironmentFailure("contract", str(error)) from error
 
 
 def _demonstrates(message: Message) -> bool:

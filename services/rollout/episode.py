@@ -213,7 +213,8 @@ async def _play(
     with record.environment_time(), tracing.span("reset"):
         step = await session.reset(task)
     record.begin(step)
-    observation = await _render(step.messages, renderer.first, step.messages, step.tools)
+    offered = step.tools
+    observation = await _render(step.messages, renderer.first, step.messages, offered)
     while True:
         room = world.settings.max_episode_tokens - actor.length - len(observation)
         if room < 1:
@@ -226,7 +227,8 @@ async def _play(
         if sample is None:
             return Outcome(pb.EPISODE_STATUS_TRUNCATED_TOKENS, "the demonstration is longer than an action may be")
         record.add_turn(observation, sample)
-        action = tools.parse(renderer.decode(sample.token_ids), world.settings.tool_parser)
+        text = renderer.decode(sample.token_ids)
+        action = tools.parse(text, world.settings.tool_parser, tools=offered, thinking=world.settings.thinking)
         metrics.malformed_tool_calls.inc(len(action.malformed_tool_calls))
         with record.environment_time(), tracing.span("step"):
             step = await session.step(action)

@@ -76,6 +76,7 @@ class Renderer:
 
         Raises RenderError: the template refuses the messages, or would write the tools again with later messages.
         """
+        _refuse_images(messages)
         if tools:
             self._check_tools_once(tuple(tool.SerializeToString(deterministic=True) for tool in tools))
         return _array(self._encode(self._template.render(messages, tools=tools, add_generation_prompt=True)))
@@ -90,6 +91,7 @@ class Renderer:
         Raises:
             RenderError: the template refuses the messages.
         """
+        _refuse_images(messages)
         ids = self._encode(self._after_mark(messages))
         closing = self._closing_index(ids)
         closed = len(last_action_ids) > 0 and int(last_action_ids[-1]) in self.stop_token_ids
@@ -159,6 +161,14 @@ class Renderer:
         tools = [environment_pb.Tool.FromString(data) for data in serialized]
         if self._after_mark([_USER], tools=tools) != self._after_mark([_USER]):
             raise RenderError("writes the tools again with later messages, so an episode with tools is not append-only")
+
+
+def _refuse_images(messages: Sequence[pb.Message]) -> None:
+    if any(message.images for message in messages):
+        raise RenderError(
+            "has no place for images, for the model reads text only; set the environment's options so that it"
+            " describes what it shows, or leave it out of the run"
+        )
 
 
 def _eos_token_ids(folder: Path, tokenizer: tokenizers.Tokenizer) -> set[int]:

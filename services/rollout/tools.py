@@ -1,106 +1,93 @@
 """Assistant text to an action: its content, its tool calls, and what was wrong with those that could not be read.
 
 Pure. What the policy writes is never an error here: a call that cannot be read becomes a line of
-`malformed_tool_calls`, which the environment answers, so that the policy can learn from it.
+`malformed_tool_calls`, which the environment answers, so that the policy can learn from it. The grammars, each of a
+family of models, are in `tool_parsers`; which one a run uses is its `rollout.tool_parser`.
 
-The grammar is that of Hermes and Qwen:  <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>  any number of
-times, with text before, between and after.
+What the assistant thinks before it acts (<think>…</think>) is no part of the content and calls no tools; it stays in
+the tokens, which are what is trained on, and in the message's `thinking`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Sequence
 
 from headrace.v1 import environment_service_pb2 as environment_pb
 from headrace.v1 import trajectory_pb2 as pb
+from services.rollout.tool_parsers import hermes, llama3_json, pythonic, xml
+from services.rollout.tool_parsers.findings import Findings
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# Bounds the time that a hostile message takes, and the size of the answer to it.
-MAX_CALLS = 64
-MAX_LINE_CHARACTERS = 200
+THINK, THOUGHT = "<think>", "</think>"
+
+_GRAMMARS: dict[str, Callable[[str, Findings], None]] = {
+    "none": lambda text, findings: findings.outside.append(text),
+    "hermes": hermes.parse,
+    "llama3_json": llama3_json.parse,
+    "pythonic": pythonic.parse,
+    "xml": xml.parse,
+}
+# A text that begins so does not think, and what stands after one of them is a call's.
+_CALLS = ("<tool_call>", "<function=", llama3_json.TAG)
 
 
-def parse(text: str, parser: Literal["none", "hermes"]) -> environment_pb.Action:
+def parse(
+    text: str, parser: str, *, tools: Sequence[environment_pb.Tool] = (), thinking: str = "apart"
+) -> environment_pb.Action:
     """The action of an assistant's text.
 
-    With "none" the whole text is content. With "hermes" content is what stands outside the calls, stripped; calls are
-    named call_0, call_1, … in order.
+    Args:
+        text: what the policy wrote.
+        parser: a choice of `rollout.tool_parser`. With "none" the whole text is content; else content is what stands
+            outside the calls, stripped. Calls are named call_0, call_1, … in order.
+        tools: what the episode offers; grammars whose values are plain text take the arguments' types from them.
+        thinking: "apart", or "content": thoughts stay where they are, and may call tools.
     """
     # A lone surrogate is no character and cannot be sent.
     text = text.encode("utf-8", "replace").decode()
-    if parser == "none":
-        return environment_pb.Action(message=pb.Message(role="assistant", content=text))
-    outside: list[str] = []
-    calls: list[pb.ToolCall] = []
-    malformed: list[str] = []
-    position = 0
-    while (start := text.find(OPEN, position)) >= 0:
-        outside.append(text[position:start])
-        body = start + len(OPEN)
-        if len(calls) + len(malformed) == MAX_CALLS:
-            malformed.append(f"more than {MAX_CALLS} tool calls in one message; the rest is ignored")
-            position = len(text)
-            break
-        try:
-            name, arguments_json, position = _read_call(text, body)
-            calls.append(pb.ToolCall(id=f"call_{len(calls)}", name=name, arguments_json=arguments_json))
-        except (ValueError, RecursionError) as error:
-            end = text.find(CLOSE, body)
-            malformed.append(_line(error, text[body:end] if end >= 0 else text[body:]))
-            position = end + len(CLOSE) if end >= 0 else len(text)
-    outside.append(text[position:])
-    message = pb.Message(role="assistant", content="".join(outside).strip(), tool_calls=calls)
-    return environment_pb.Action(message=message, malformed_tool_calls=malformed)
+    thought = ""
+    if thinking == "apart":
+        thought, text = _split_thinking(text)
+    findings = Findings({tool.name: _types(tool.parameters_json) for tool in tools} if parser == "xml" else {})
+    _GRAMMARS[parser](text, findings)
+    content = "".join(findings.outside)
+    message = pb.Message(
+        role="assistant",
+        content=content if parser == "none" else content.strip(),
+        tool_calls=findings.calls,
+        thinking=thought,
+    )
+    return environment_pb.Action(message=message, malformed_tool_calls=findings.malformed)
 
 
-def _read_call(text: str, start: int) -> tuple[str, str, int]:
-    """Name, arguments as JSON, and where the text goes on, of the call whose body starts at `start`.
+def _split_thinking(text: str) -> tuple[str, str]:
+    """What is thought at the beginning, and the rest. Thinking without an end leaves no rest.
 
-    Raises ValueError or RecursionError when it is none. The JSON is read up to its own end, so that a closing tag
-    within a string closes nothing.
+    Templates that open the thinking themselves leave only its end to the policy.
     """
-    while start < len(text) and text[start].isspace():
-        start += 1
-    value, end = _DECODER.raw_decode(text, start)
-    while end < len(text) and text[end].isspace():
-        end += 1
-    if not text.startswith(CLOSE, end):
-        raise ValueError(f"no {CLOSE} after the JSON object")
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    name, arguments = value.get("name"), value.get("arguments")
-    if not isinstance(name, str) or not name:
-        raise ValueError('"name" must be a string')
-    name.encode()  # a lone surrogate, which JSON can escape, raises UnicodeEncodeError, a ValueError
-    if not isinstance(arguments, dict):
-        raise ValueError('"arguments" must be an object')
-    return name, _to_json(arguments), end + len(CLOSE)
+    start = text.lstrip()
+    if start.startswith(THINK):
+        thought, _, rest = start[len(THINK) :].partition(THOUGHT)
+        return thought.strip(), rest.lstrip()
+    end = text.find(THOUGHT)
+    if end < 0 or start.startswith(("[", "{")) or any(0 <= text.find(call) < end for call in _CALLS):
+        return "", text
+    return text[:end].strip(), text[end + len(THOUGHT) :].lstrip()
 
 
-def _to_json(arguments: dict[str, Any]) -> str:
-    readable = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+@functools.lru_cache(maxsize=1024)
+def _types(parameters_json: str) -> dict[str, str]:
+    """The JSON types that a schema declares for arguments."""
     try:
-        readable.encode()
-    except UnicodeEncodeError:
-        return json.dumps(arguments, allow_nan=False)
-    return readable
+        properties = json.loads(parameters_json or "{}").get("properties", {})
+        return {name: _type(schema) for name, schema in properties.items()}
+    except (ValueError, AttributeError):  # the author's text; the renderer refuses what is no JSON
+        return {}
 
 
-def _line(error: Exception, body: str) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        reason = f"not JSON ({error.msg})"
-    elif isinstance(error, UnicodeEncodeError):
-        reason = '"name" is no text'
-    elif isinstance(error, RecursionError):
-        reason = "nested too deeply"
-    else:
-        reason = str(error)
-    return " ".join(f"{reason}: {body[:MAX_LINE_CHARACTERS]}".split())[:MAX_LINE_CHARACTERS]
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _type(schema: dict[str, object]) -> str:
+    """The type of a schema: "string" if it may be one, "any" if it is not told in one word."""
+    kind = schema.get("type", "any")
+    options = kind if isinstance(kind, list) else [kind]
+    return "string" if "string" in options else str(options[0]) if len(options) == 1 else "any"

@@ -1,4 +1,4 @@
-"""services.rollout.tools: every text is an action; what cannot be read is told, never raised."""
+"""services.rollout.tools: every text is an action; what cannot be read is told, never raised. The grammar is Hermes's."""
 
 import json
 import random
@@ -7,7 +7,9 @@ import time
 import pytest
 
 from headrace.v1 import environment_service_pb2 as environment_pb
-from services.rollout.tools import CLOSE, MAX_CALLS, MAX_LINE_CHARACTERS, OPEN, parse
+from services.rollout.tool_parsers.findings import MAX_CALLS, MAX_LINE_CHARACTERS
+from services.rollout.tool_parsers.hermes import CLOSE, OPEN
+from services.rollout.tools import parse
 
 
 def call(name="add", arguments=None) -> str:
