@@ -52,20 +52,19 @@ async def test_an_exception_is_an_observation(way):
 @pytest.mark.parametrize("way", EACH_WAY)
 async def test_no_more_are_open_than_allowed(way):
     opened = sandboxes(way, max_open=2)
-    now, most = 0, 0
+    entered = asyncio.Event()
 
-    async def episode() -> None:
-        nonlocal now, most
+    async def third() -> None:
         async with opened.open() as sandbox:
-            now += 1
-            most = max(most, now)
-            assert (await sandbox.run(Code("print(1)"), deadline_s=DEADLINE_S)).stdout == "1\n"
-            now -= 1
+            entered.set()
+            assert (await sandbox.run(Code("print(3)"), deadline_s=DEADLINE_S)).stdout == "3\n"
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(5):
-            group.create_task(episode())
-    assert most == 2
+    async with asyncio.TaskGroup() as group, opened.open() as first, opened.open() as second:
+        group.create_task(third())
+        for sandbox in (first, second):
+            assert (await sandbox.run(Code("print(1)"), deadline_s=DEADLINE_S)).stdout == "1\n"
+        assert not entered.is_set()
+    assert entered.is_set()
 
 
 @pytest.mark.parametrize("way", EACH_WAY)
