@@ -102,13 +102,13 @@ async def test_recompute_never_reuses_a_prefix_of_other_weights(pair):
 async def test_recompute_under_load_loses_nothing_nor_do_aborts(pair):
     engine, _ = pair
     draw = random.Random(5)
-    prompts = [engine.prompt(draw.randint(1, 200), seed) for seed in range(24)]
+    prompts = [engine.prompt(draw.randint(1, 80), seed) for seed in range(20)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         tasks = [
-            asyncio.create_task(engine.call(session, prompt, 100, rid=f"load-{number}"))
+            asyncio.create_task(engine.call(session, prompt, 80, rid=f"load-{number}"))
             for number, prompt in enumerate(prompts)
         ]
-        for number in range(12):
+        for number in range(9):
             if number % 3 == 0:
                 await asyncio.to_thread(engine.publish, engine.newest + 1)
             async with session.post(engine.url + "/abort_request", json={"rid": f"load-{2 * number}"}) as response:
@@ -117,10 +117,10 @@ async def test_recompute_under_load_loses_nothing_nor_do_aborts(pair):
     whole = 0
     for prompt, reply in zip(prompts, replies, strict=True):
         assert reply["status"] == 200
-        whole += len(reply["output_ids"]) == 100
-        assert reply["meta_info"]["finish_reason"]["type"] == ("length" if len(reply["output_ids"]) == 100 else "abort")
+        whole += len(reply["output_ids"]) == 80
+        assert reply["meta_info"]["finish_reason"]["type"] == ("length" if len(reply["output_ids"]) == 80 else "abort")
         assert not reply["output_ids"] or engine.errors(prompt, reply).max() <= 1e-4
-    assert whole >= 12
+    assert whole >= 11
     load = engine.get("/get_load")
     assert (load["running"], load["waiting"], load["kv_used_tokens"]) == (0, 0, 0)
 
