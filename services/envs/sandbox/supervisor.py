@@ -66,6 +66,8 @@ class Supervisor:
             pass
         finally:
             self._kill_all()
+            if self._config["watch_scratch"]:  # on a disk, and a server that was killed removes nothing
+                self._empty_scratch()
 
     def _code(self, request):
         deadline = time.monotonic() + request["deadline_s"]
