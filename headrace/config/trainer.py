@@ -167,7 +167,8 @@ class Checkpoint(Section):
     """When the run's state becomes durable."""
 
     every_steps: Count = 20
-    keep: Count = 2
+    keep: Count = Field(2, description="newest checkpoints that stay")
+    keep_best: int = Field(0, ge=0, description="checkpoints of the highest step reward that stay besides")
     max_unacknowledged_bytes: Count = Field(
         256 * 1024 * 1024,
         description="consumed groups that wait in Redis for a checkpoint; past it one is due. Keep it well below"

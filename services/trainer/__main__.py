@@ -180,6 +180,7 @@ async def _train(process: _Process, model: Model) -> None:
         )
         await _warm_up(process, model, settings.warm_start, collector, publisher)
         await committer.commit()
+        await committer.settle()
     reporter = Reporter(
         metrics,
         tensorboard=config.run.path / "tensorboard" if config.telemetry.tensorboard else None,

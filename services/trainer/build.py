@@ -57,7 +57,9 @@ def build(config: Config, folder: Path) -> Model:
         temperature=config.rollout.temperature,
         compute_dtype=settings.compute_dtype,
     )
-    checkpoints = Checkpoints(config.run.path / "checkpoints", keep=settings.checkpoint.keep)
+    checkpoints = Checkpoints(
+        config.run.path / "checkpoints", keep=settings.checkpoint.keep, keep_best=settings.checkpoint.keep_best
+    )
     refers = settings.loss.refers
     fresh: TrainState = learner.initial_state(parameters)
     critic = None

@@ -1,6 +1,7 @@
-"""Checkpoints on disk: arrays and notes, whole or not at all; the newest few are kept.
+"""Checkpoints on disk: arrays and notes, whole or not at all; the newest few and the best few are kept.
 
-Orbax writes to a temporary folder and renames it, so a kill while saving leaves the previous checkpoint the newest.
+Orbax copies the arrays to the host, writes them in the background to a temporary folder and renames that, so training
+goes on meanwhile and a kill while saving leaves the previous checkpoint the newest.
 Random numbers need no state: the order of tasks is a function of run.seed and the cursor, and the step draws none.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
 
 from headrace.errors import StartupError
 from services.trainer.model.decoder import Parameters
@@ -49,10 +51,20 @@ class Restored:
 class Checkpoints:
     """One run's folder of checkpoints. Blocking: not for the event loop."""
 
-    def __init__(self, folder: Path, *, keep: int):
+    def __init__(self, folder: Path, *, keep: int, keep_best: int = 0):
+        """
+        Args:
+            keep: newest checkpoints that stay.
+            keep_best: checkpoints of the highest reward that stay besides.
+        """
+        policies: list[managers.PreservationPolicy] = [managers.LatestN(keep)]
+        if keep_best:
+            policies.append(managers.BestN(get_metric_fn=lambda metrics: metrics["reward"], n=keep_best))
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=managers.AnyPreservationPolicy(policies), create=True
+            ),
         )
 
     @property
@@ -60,18 +72,37 @@ class Checkpoints:
         """Step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
-    def save(
-        self, state: TrainState, reference: Parameters | None, notes: Notes, *, critic: TrainState | None = None
+    def begin_save(
+        self,
+        state: TrainState,
+        reference: Parameters | None,
+        notes: Notes,
+        *,
+        critic: TrainState | None = None,
+        reward: float = 0.0,
     ) -> None:
-        """Returns once the checkpoint is durable. A step that has one keeps it."""
+        """Returns once the arrays may change; `settle` tells when it is durable. A step that has a checkpoint keeps it.
+
+        Args:
+            reward: what the best checkpoints are chosen by.
+        """
+        self.settle()
         if self.newest_step == notes.step:
             return
-        items: dict[str, Any] = {"state": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave(_to_json(notes))}
-        if reference is not None:
-            items["reference"] = ocp.args.StandardSave(reference)
-        if critic is not None:
-            items["critic"] = ocp.args.StandardSave(critic)
-        self._manager.save(notes.step, args=ocp.args.Composite(**items))
+        arrays = {"state": state, "reference": reference, "critic": critic}
+        items: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items() if tree is not None}
+        items["notes"] = ocp.args.JsonSave(_to_json(notes))
+        self._manager.save(notes.step, args=ocp.args.Composite(**items), metrics={"reward": reward})
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._manager.is_saving_in_progress()
+
+    def settle(self) -> None:
+        """Returns once what was begun is durable. Raises what went wrong with it."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
 
     def restore(self, state: TrainState, *, with_reference: bool, critic: TrainState | None = None) -> Restored | None:
         """The newest checkpoint, laid out as `state`, and as `critic` if the run has one; None when there is none.

@@ -36,6 +36,7 @@ class Committer:
         self._checkpoints, self._policy, self._inbox, self._feeder = checkpoints, policy, inbox, feeder
         self._ledger, self._lineage, self._status, self._compute = ledger, lineage, status, compute
         self._settings = settings
+        self._saving: list[str] | None = None  # entries that the checkpoint in the making has learned from
 
     @property
     def due(self) -> bool:
@@ -45,9 +46,14 @@ class Committer:
             or self._ledger.waiting_bytes > self._settings.max_unacknowledged_bytes
         )
 
-    async def commit(self) -> None:
-        """Saves what the last step left, then lets Redis forget the groups that it came from."""
+    async def commit(self, *, reward: float = 0.0) -> None:
+        """Begins to save what the last step left; `settle` lets Redis forget the groups that it came from.
+
+        Args:
+            reward: of the last step, which the best checkpoints are chosen by.
+        """
         assert self._policy.between_steps, "a checkpoint in the middle of a step would forget which groups it has seen"
+        await self.settle()
         learned = self._ledger.waiting_ids
         notes = Notes(
             step=self._status.step,
@@ -56,12 +62,28 @@ class Committer:
             learned_ids=learned,
             trained_groups=self._status.trained_groups,
         )
-        await self._compute(self._save, notes)
-        await self._inbox.acknowledge(learned)
-        self._ledger.forget(learned)
+        await self._compute(self._begin_save, notes, reward)
+        self._saving = learned
 
-    def _save(self, notes: Notes) -> None:
+    async def settle(self, *, wait: bool = True) -> None:
+        """Acknowledges the groups of the checkpoint that was begun, once it is durable.
+
+        Args:
+            wait: until it is; else it is looked after at the next call.
+        """
+        if self._saving is None or (not wait and self._checkpoints.is_saving):
+            return
+        await self._compute(self._checkpoints.settle)
+        await self._inbox.acknowledge(self._saving)
+        self._ledger.forget(self._saving)
+        self._saving = None
+
+    def _begin_save(self, notes: Notes, reward: float) -> None:
         critic = self._policy.critic
-        self._checkpoints.save(
-            self._policy.state, self._policy.reference, notes, critic=critic.state if critic else None
+        self._checkpoints.begin_save(
+            self._policy.state,
+            self._policy.reference,
+            notes,
+            critic=critic.state if critic else None,
+            reward=reward,
         )

@@ -81,7 +81,8 @@ class Loop:
         self._watch = Stopwatch()
         while not self.finished and not stop.is_set():
             await self._step(stop)
-        await self._committer.commit()
+        await self._committer.commit(reward=self._rewards[-1] if self._rewards else 0.0)
+        await self._committer.settle()
         if self._evaluator and self.finished and not stop.is_set():
             await self._batcher.finish_evaluations(self._evaluator.final_timeout_s)
 
@@ -101,6 +102,7 @@ class Loop:
         for _ in range(self._settings.minibatches):
             self._status.phase = pb.TRAINER_PHASE_WAITING
             async for arrived in self._batcher.groups(self._groups_per_minibatch, watch):
+                await self._committer.settle(wait=False)
                 groups += arrived
                 self._ledger.take(group.entry_id for group in arrived)
                 if not arrived and grace.is_over(self._policy):
@@ -132,7 +134,7 @@ class Loop:
         self._watch = Stopwatch()
         with self._watch.measure("committing"):
             if self._committer.due:
-                await self._committer.commit()
+                await self._committer.commit(reward=report.reward_mean)
 
     @property
     def _groups_per_minibatch(self) -> int:

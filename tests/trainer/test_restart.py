@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from headrace import stream
@@ -9,7 +10,7 @@ from headrace.v1 import trainer_service_pb2 as pb
 from services.trainer.insist import insist
 from tests import processes
 from tests.trainer import rig
-from tests.trainer.gateway import RUN_ID, Gateway, ordinary
+from tests.trainer.gateway import RUN_ID, Gateway, group, ordinary, trajectory
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine may take a minute to import and compile
 
@@ -25,6 +26,7 @@ async def killed_at_step_3(trainer, streams):
     """Kills a trainer that has made step 2 durable and step 3 not; returns what it had consumed."""
     await publish(Gateway(streams), 6)
     await trainer.until(lambda status: status.step == 3)
+    await rig.eventually(streams.group_count, 2)  # the checkpoint is written in the background
     trainer.process.kill()
     assert (trainer.run / "checkpoints" / "2").is_dir()
     assert len(await streams.group_ids()) == 2
@@ -111,6 +113,56 @@ async def test_outstanding_tickets_stay_bounded_after_a_restart(streams, redis_u
         await rig.eventually(streams.ticket_count, 4)
         await trainer.until(lambda status: status.outstanding_tickets == 4)
         assert await streams.ticket_count() == 4
+
+
+def by_ticket(ticket, version):
+    """Tokens and rewards that only the ticket decides."""
+    drawn = np.random.default_rng(int(ticket.task.task_id))
+    trajectories = [
+        trajectory(
+            f"{ticket.task.task_id}/{number}",
+            reward=float(drawn.integers(0, 3)),
+            action=(int(drawn.integers(3, 9)), 2),
+            versions=(version, version),
+        )
+        for number in range(4)
+    ]
+    return group(ticket.task, trajectories)
+
+
+async def test_a_killed_run_that_resumes_ends_where_the_uninterrupted_one_ends(redis_url, tmp_path):
+    """Same prompts, same parameters, bit for bit, on-policy and with the same trajectories."""
+    policies, tasks = [], []
+    for name, kill in (("whole", False), ("killed", True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        client = stream.connect(redis_url, timeout_s=5)
+        await client.flushall()
+        streams = stream.Streams(client, RUN_ID, claim_timeout_s=30)
+        await streams.open()
+        config = rig.run_file(folder, redis_url, steps=7, max_staleness=0, checkpoint={"every_steps": 3})
+        with rig.trainer(config) as trainer:
+            if kill:  # with step 3 durable, step 4 learned and the tickets of step 5 out
+                gateway = Gateway(streams)
+                for _ in range(8):
+                    (ticket,) = await gateway.claim(1)
+                    await gateway.publish(ticket, by_ticket(ticket, ticket.task.min_policy_version))
+                await rig.eventually(streams.cursor, 10)
+                await rig.eventually(streams.group_count, 2)
+                trainer.process.kill()
+                trainer.process.start()
+                await trainer.until(lambda status: status.policy_version == 7)  # step 4 again, then what engines hold
+
+            def newest(ticket, _version, trainer=trainer):
+                return by_ticket(ticket, trainer.lines("versions.jsonl")[-1]["policy_version"])
+
+            async with rig.serving(streams, newest if kill else by_ticket):
+                assert await trainer.ended() == 0
+            policies.append((trainer.run / "policy" / "model.safetensors").read_bytes())
+            tasks.append([int(group["task_id"]) for group in trainer.consumed])
+        await client.aclose()
+    assert tasks[0] == tasks[1] == list(range(14))
+    assert policies[0] == policies[1]
 
 
 @pytest.mark.parametrize("kills", [2])
