@@ -6,21 +6,22 @@ compile() {
     uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-annotate --no-header \
         --no-emit-index-url "$@"
 }
-image() { # lock file, extra, further requirements
-    lock=$1 extra=$2
+image() { # lock file, extras, further requirements
+    lock=$1 extras=$(printf -- '--extra %s ' $2)
     shift 2
-    printf '%s\n' "$@" | compile pyproject.toml - --extra "$extra" --constraint requirements.lock -o "requirements/$lock.lock"
+    # shellcheck disable=SC2086  # one word for each extra
+    printf '%s\n' "$@" | compile pyproject.toml - $extras --constraint requirements.lock -o "requirements/$lock.lock"
 }
 
 [ "${1:-all}" = images ] || compile pyproject.toml --extra dev -o requirements.lock
 compile requirements-k8s.in -o requirements-k8s.lock
 mkdir -p requirements
-image envs config
-image rollout rollout
+image envs "config environments sandbox traces"
+image rollout "rollout traces"
 for service in trainer inference; do
-    image "$service" "$service"
-    image "$service-tpu" "$service" "jax[tpu]==0.10.2"
-    image "$service-cuda" "$service" "jax[cuda12]==0.10.2"
+    image "$service" "$service traces"
+    image "$service-tpu" "$service traces" "jax[tpu]==0.10.2"
+    image "$service-cuda" "$service traces" "jax[cuda12]==0.10.2"
 done
 image env-tau2 tau2 grpcio-tools setuptools pytest pytest-asyncio pytest-timeout
 printf 'grpcio-tools\nsetuptools\n' | compile --constraint requirements.lock - -o requirements/build.lock
