@@ -49,10 +49,12 @@ $(SMOLLM2)/model.safetensors: requirements-smollm2.lock tools/convert_smollm2.py
 test: install ## unit and integration tests, with real processes
 	sh tools/install_redis.sh
 	sh tools/install_node.sh
+	sh tools/install_reasoning_gym.sh $(VENV)
 	$(RUN) -m pytest -m "not slow" --ignore=tests/k8s --ignore=tests/containers $(ARGS)
 
 test-slow: install ## the tests that take long: three seeds of the demo and its blind control
 	sh tools/install_redis.sh
+	sh tools/install_reasoning_gym.sh $(VENV)
 	$(RUN) -m pytest -m slow --ignore=tests/containers $(ARGS)
 
 test-tau2: $(STUBS) ## the environment tau2, in a virtual environment of its own (600 MB)

@@ -23,5 +23,6 @@ for service in trainer inference; do
     image "$service-tpu" "$service traces" "jax[tpu]==0.10.2"
     image "$service-cuda" "$service traces" "jax[cuda12]==0.10.2"
 done
+image env-reasoning-gym reasoning-gym
 image env-tau2 tau2 grpcio-tools setuptools pytest pytest-asyncio pytest-timeout
 printf 'grpcio-tools\nsetuptools\n' | compile --constraint requirements.lock - -o requirements/build.lock

@@ -23,6 +23,8 @@ def test_a_snippet_is_a_section_whose_class_takes_its_options(key):
     section = Section.model_validate(SNIPPETS[key])
     if section.implementation == "tau2":
         pytest.importorskip("tau2", reason="`make test-tau2` installs tau2")
+    if section.implementation == "reasoning_gym":
+        pytest.importorskip("reasoning_gym", reason="reasoning_gym needs a C compiler to install")
     assert section.split in catalog.find(section.implementation, section.options)().splits
 
 
