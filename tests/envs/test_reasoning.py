@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("reasoning_gym", reason="reasoning_gym needs a C compiler to install")
 
-from services.envs import reasoning  # noqa: E402
-from services.envs.reasoning import Reasoning, Source  # noqa: E402
-from tests import processes  # noqa: E402
-from tests.envs.conversation import DEMONSTRATION, answer, play, reset, say, serving  # noqa: E402
+from services.envs import reasoning
+from services.envs.reasoning import Reasoning, Source
+from tests import processes
+from tests.envs.conversation import DEMONSTRATION, answer, play, reset, say, serving
 
 
 class Direct:
