@@ -29,12 +29,12 @@ _TLS_ALERT = b"\x15\x03"
 
 
 class TlsFiles(Protocol):
-    """Section security.tls of a run file, or what stands for it."""
+    """Section security.tls of a run file, or what stands for it. A caller needs neither certificate nor key."""
 
     @property
-    def certificate(self) -> Path: ...
+    def certificate(self) -> Path | None: ...
     @property
-    def key(self) -> Path: ...
+    def key(self) -> Path | None: ...
     @property
     def authority(self) -> Path | None: ...
     @property
@@ -187,8 +187,16 @@ async def _try_plaintext(host: str, port: int) -> str:
 
 
 def _read_tls(files: TlsFiles) -> Tls:
-    certificate, key = (_read(getattr(files, name), f"security.tls.{name}") for name in ("certificate", "key"))
     authority = b"" if files.authority is None else _read(files.authority, "security.tls.authority")
+    try:
+        if authority:
+            ssl.create_default_context(cadata=authority.decode())
+    except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
+        raise StartupError(f"security.tls.authority: {files.authority} holds no certificates as PEM") from error
+    if files.certificate is None or files.key is None:
+        return Tls(authority=authority)
+    certificate = _read(files.certificate, "security.tls.certificate")
+    key = _read(files.key, "security.tls.key")
     try:
         ssl.create_default_context().load_cert_chain(files.certificate, files.key, password=lambda: "")
     except (ssl.SSLError, OSError) as error:
@@ -196,11 +204,6 @@ def _read_tls(files: TlsFiles) -> Tls:
             f"security.tls: {files.certificate} and {files.key} are no certificate and its key, as PEM"
             f" without a password ({_reason(error)}); correct them"
         ) from error
-    try:
-        if authority:
-            ssl.create_default_context(cadata=authority.decode())
-    except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
-        raise StartupError(f"security.tls.authority: {files.authority} holds no certificates as PEM") from error
     return Tls(certificate, key, authority, files.client_certificates, (files.certificate, files.key))
 
 

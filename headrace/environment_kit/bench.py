@@ -11,6 +11,7 @@ from headrace import rpc
 from headrace.environment_kit.check import offers
 from headrace.environment_kit.episode import Broken
 from headrace.environment_kit.rules import Settings, Subject
+from headrace.security import PLAIN, Security
 from headrace.v1 import environment_service_pb2_grpc as pb_grpc
 
 
@@ -33,11 +34,13 @@ class Measurement:
     """Episodes that failed, by reason."""
 
 
-async def bench(address: str, settings: Settings, *, environment: str | None, seconds: float) -> Measurement:
+async def bench(
+    address: str, settings: Settings, *, environment: str | None, seconds: float, security: Security = PLAIN
+) -> Measurement:
     """Plays `settings.parallel` episodes at once for so long, after a second to warm up. Raises StartupError."""
-    async with rpc.channel(address, foreign=True) as channel:
+    async with rpc.channel(address, foreign=True, security=security) as channel:
         stub = pb_grpc.EnvironmentServiceStub(channel)  # type: ignore[no-untyped-call]
-        info = (await offers(stub, address, environment, timeout_s=settings.timeout_s))[0]
+        info = (await offers(stub, address, environment, timeout_s=settings.timeout_s, security=security))[0]
         subject = Subject(stub, info, settings)
         await _play(subject, min(1.0, seconds))
         return await _play(subject, seconds)

@@ -12,10 +12,12 @@ from typing import Any
 import grpc
 
 from headrace import rpc
+from headrace import security as securities
 from headrace.environment_kit import load, rules
 from headrace.environment_kit.episode import Broken
 from headrace.environment_kit.rules import Settings, Subject, Unchecked
 from headrace.errors import StartupError
+from headrace.security import PLAIN, Security
 from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import environment_service_pb2_grpc as pb_grpc
 
@@ -62,35 +64,51 @@ class Finding:
 
 
 async def check(
-    address: str, settings: Settings, *, environment: str | None = None, only: Collection[str] = NAMES
+    address: str,
+    settings: Settings,
+    *,
+    environment: str | None = None,
+    only: Collection[str] = NAMES,
+    security: Security = PLAIN,
 ) -> AsyncIterator[Finding]:
     """Checks every environment of the server, or the one that is named, and yields what it finds, rule by rule.
 
     Raises StartupError: the server cannot be reached, or has no such environment.
     """
-    async with rpc.channel(address, foreign=True) as channel:
+    async with rpc.channel(address, foreign=True, security=security) as channel:
         stub = pb_grpc.EnvironmentServiceStub(channel)  # type: ignore[no-untyped-call]
-        for info in await offers(stub, address, environment, timeout_s=settings.timeout_s):
+        for info in await offers(stub, address, environment, timeout_s=settings.timeout_s, security=security):
             subject = Subject(stub, info, settings)
             for rule in RULES:
                 if rule.__name__ in only:
                     yield await _find(rule, subject)
 
 
-async def offers(stub: Any, address: str, environment: str | None, *, timeout_s: float) -> list[pb.EnvironmentInfo]:
+async def offers(
+    stub: Any, address: str, environment: str | None, *, timeout_s: float, security: Security = PLAIN
+) -> list[pb.EnvironmentInfo]:
     """What the server offers, or the one that is named. Raises StartupError."""
     try:
         request = pb.ListEnvironmentsRequest()
         infos = (await stub.ListEnvironments(request, timeout=timeout_s, wait_for_ready=True)).environments
     except grpc.aio.AioRpcError as error:
-        what = "nothing answers" if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else error.details()
-        raise StartupError(f"{address}: {what}: does an environment server listen there?") from error
+        raise StartupError(await _unanswered(error, address, security)) from error
     names = [info.name for info in infos]
     if environment is not None and environment not in names:
         raise StartupError(f"{address} offers no environment {environment!r}, but {', '.join(names) or 'none'}")
     if not names:
         raise StartupError(f"{address} offers no environment: its ListEnvironments is empty")
     return [info for info in infos if environment in (None, info.name)]
+
+
+async def _unanswered(error: grpc.aio.AioRpcError, address: str, security: Security) -> str:
+    if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+        return f"{address} refuses us ({error.details()}): give its token's --token-file"
+    problem = await securities.diagnose(address, security)
+    if problem:
+        return f"{problem} (the kit's flags are --tls, --tls-authority, --tls-certificate and --tls-key)"
+    what = "nothing answers" if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else error.details()
+    return f"{address}: {what}: does an environment server listen there?"
 
 
 async def _find(rule: Any, subject: Subject) -> Finding:

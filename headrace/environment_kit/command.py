@@ -9,6 +9,7 @@ import signal
 import sys
 from typing import Any
 
+from headrace import security_arguments
 from headrace.environment_kit import bench, check, play
 from headrace.environment_kit.check import Result
 from headrace.environment_kit.rules import Settings
@@ -66,6 +67,7 @@ def add_parsers(commands: Any) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="HOST:PORT", help="the server")
     parser.add_argument("--environment", metavar="NAME", help="one of those that it offers")
+    security_arguments.add(parser, serves=False)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +93,14 @@ async def _check(arguments: argparse.Namespace) -> int:
     only = set(arguments.rule or check.NAMES) - set(arguments.skip)
     results = []
     shown = None
-    async for finding in check.check(arguments.address, settings, environment=arguments.environment, only=only):
+    findings = check.check(
+        arguments.address,
+        settings,
+        environment=arguments.environment,
+        only=only,
+        security=security_arguments.read(arguments, serves=False),
+    )
+    async for finding in findings:
         results.append(finding.result)
         if arguments.json:
             print(json.dumps(dataclasses.asdict(finding), ensure_ascii=False), flush=True)
@@ -106,16 +115,19 @@ async def _check(arguments: argparse.Namespace) -> int:
 
 
 async def _play(arguments: argparse.Namespace) -> int:
-    # It blocks the loop, which would otherwise keep Ctrl-C to itself.
+    security = security_arguments.read(arguments, serves=False)
+    info = await play.offered(arguments.address, arguments.environment, security)
+    # What follows blocks the loop, which would otherwise keep Ctrl-C to itself.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return play.play(
         arguments.address,
+        info,
         sys.stdin,
         sys.stdout,
-        environment=arguments.environment,
         split=arguments.split,
         index=arguments.index,
         seed=arguments.seed,
+        security=security,
     )
 
 
@@ -126,7 +138,11 @@ async def _bench(arguments: argparse.Namespace) -> int:
         actions=arguments.action or Settings.actions, timeout_s=arguments.timeout_s, parallel=arguments.parallel
     )
     measured = await bench.bench(
-        arguments.address, settings, environment=arguments.environment, seconds=arguments.seconds
+        arguments.address,
+        settings,
+        environment=arguments.environment,
+        seconds=arguments.seconds,
+        security=security_arguments.read(arguments, serves=False),
     )
     print(json.dumps(dataclasses.asdict(measured)) if arguments.json else bench.report(measured))
     return 1 if measured.failures else 0

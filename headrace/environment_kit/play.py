@@ -15,8 +15,9 @@ from typing import Any, TextIO
 import grpc
 
 from headrace import rpc
+from headrace.environment_kit.check import offers
 from headrace.environment_kit.episode import act, reset, task
-from headrace.errors import StartupError
+from headrace.security import PLAIN, Security
 from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import environment_service_pb2_grpc as pb_grpc
 from headrace.v1.trajectory_pb2 import ToolCall
@@ -24,15 +25,28 @@ from headrace.v1.trajectory_pb2 import ToolCall
 _CONNECT_S = 20.0
 
 
-def play(
-    address: str, source: TextIO, output: TextIO, *, environment: str | None, split: str | None, index: int, seed: int
-) -> int:
-    """Plays one episode; the exit code: 0, or 1 when the server failed. Raises StartupError."""
-    options = [("grpc.max_receive_message_length", rpc.MESSAGE_LIMIT_BYTES)]
-    with grpc.insecure_channel(address, options=options) as channel:
+async def offered(address: str, environment: str | None, security: Security) -> pb.EnvironmentInfo:
+    """The environment that the server offers, or the one that is named. Raises StartupError."""
+    async with rpc.channel(address, foreign=True, security=security) as channel:
         stub = pb_grpc.EnvironmentServiceStub(channel)  # type: ignore[no-untyped-call]
-        info = _offer(stub, address, environment)
-        known = [offered.name for offered in info.splits]
+        return (await offers(stub, address, environment, timeout_s=_CONNECT_S, security=security))[0]
+
+
+def play(
+    address: str,
+    info: pb.EnvironmentInfo,
+    source: TextIO,
+    output: TextIO,
+    *,
+    split: str | None,
+    index: int,
+    seed: int,
+    security: Security = PLAIN,
+) -> int:
+    """Plays one episode; the exit code: 0, or 1 when the server failed."""
+    with _channel(address, security) as channel:
+        stub = pb_grpc.EnvironmentServiceStub(channel)  # type: ignore[no-untyped-call]
+        known = [offer.name for offer in info.splits]
         first_split = split or ("train" if "train" in known or not known else known[0])
         requests: queue.SimpleQueue[pb.InteractRequest | None] = queue.SimpleQueue()
         requests.put(reset(task(info.name, first_split, task_id="play", index=index, seed=seed)))
@@ -47,17 +61,12 @@ def play(
             responses.cancel()
 
 
-def _offer(stub: Any, address: str, environment: str | None) -> pb.EnvironmentInfo:
-    try:
-        infos = stub.ListEnvironments(
-            pb.ListEnvironmentsRequest(), timeout=_CONNECT_S, wait_for_ready=True
-        ).environments
-    except grpc.RpcError as error:
-        raise StartupError(f"{address}: nothing answers: does an environment server listen there?") from error
-    names = [info.name for info in infos]
-    if environment not in (None, *names) or not names:
-        raise StartupError(f"{address} offers no environment {environment or ''!r}, but {', '.join(names) or 'none'}")
-    return next(info for info in infos if environment in (None, info.name))
+def _channel(address: str, security: Security) -> grpc.Channel:
+    options = [("grpc.max_receive_message_length", rpc.MESSAGE_LIMIT_BYTES)]
+    credentials = security.channel_credentials()
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
 
 
 def _converse(

@@ -16,7 +16,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace import rpc, security, telemetry, tracing
+from headrace import rpc, security, security_arguments, telemetry, tracing
 from headrace.errors import StartupError
 from headrace.v1 import environment_service_pb2_grpc
 from services.envs import catalog
@@ -126,7 +126,13 @@ def _from_arguments(arguments: argparse.Namespace) -> Served:
             raise StartupError(f"--set {setting}: write KEY=VALUE, for example --set turns=4")
         options[key] = _json_or_text(value)
     name = arguments.environment or arguments.implementation.rpartition(":")[2]
-    return Served(name, arguments.implementation, options, arguments.capacity or 1024)
+    return Served(
+        name,
+        arguments.implementation,
+        options,
+        arguments.capacity or 1024,
+        security=security_arguments.read(arguments, serves=True),
+    )
 
 
 def _json_or_text(value: str) -> Any:
@@ -157,11 +163,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--drain-timeout-s", metavar="S", type=float, default=20.0, help="for running episodes at the end (%(default)s)"
     )
+    security_arguments.add(parser, serves=True)
     arguments = parser.parse_args()
     if bool(arguments.config) == bool(arguments.implementation):
         parser.error("name either a CLASS, such as my_module:MyEnvironment, or --config RUN.yaml")
     if arguments.config and not arguments.environment:
         parser.error("--config needs --environment KEY")
+    if arguments.config and security_arguments.given(arguments):
+        parser.error(f"--config tells of security: leave {', '.join(security_arguments.given(arguments))} out")
     if arguments.capacity is not None and arguments.capacity < 1:
         parser.error("--capacity must be at least 1")
     if arguments.step_timeout_s is not None and arguments.step_timeout_s <= 0:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests import processes
+from tests import certificates, processes
 
 HEADRACE = [sys.executable, "-m", "headrace", "env"]
 
@@ -167,3 +167,42 @@ def test_a_measurement_with_failures_says_them(tmp_path):
     with served(tmp_path, "tests.envs.faulty:Raises") as address:
         done = env("bench", address, "--seconds", "0.5", "--parallel", "2")
     assert done.returncode == 1 and "the simulator is out of fuel" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory):
+    """A server of a class with TLS and a token, its address, and the flags of who may call it."""
+    folder = tmp_path_factory.mktemp("secured")
+    issued, token = certificates.Authority(folder).issue("environment"), certificates.token_file(folder)
+    port, health = processes.free_port(), f"127.0.0.1:{processes.free_port()}"
+    arguments = processes.service(
+        *("envs", "guess_number", "--capacity", "8", "--listen", f"127.0.0.1:{port}", "--health-listen", health),
+        *("--tls-certificate", str(issued.certificate), "--tls-key", str(issued.key), "--token-file", str(token)),
+    )
+    with processes.running(arguments, folder / "log", ready=lambda: processes.serving(health)):
+        yield f"127.0.0.1:{port}", ["--tls-authority", str(issued.authority)], ["--token-file", str(token)]
+
+
+def test_a_server_with_tls_and_a_token_is_checked_played_and_measured(secured):
+    address, tls, token = secured
+    checked = env("check", address, *tls, *token, "--rule", "one_answer", "--rule", "unknown_task")
+    assert checked.returncode == 0 and "2 kept" in checked.stdout
+    played = env("play", address, *tls, *token, "--index", "3", typed="4\n")
+    assert played.returncode == 0 and "[user] found" in played.stdout
+    measured = env("bench", address, *tls, *token, "--seconds", "0.5", "--parallel", "2")
+    assert measured.returncode == 0 and "p99" in measured.stdout
+
+
+def test_who_may_not_call_a_secured_server_is_told_the_flag(secured):
+    address, tls, _ = secured
+    for kind in ("check", "play", "bench"):
+        done = env(kind, address, *tls)
+        assert (
+            done.returncode == 2
+            and "asks for a token" in done.stderr
+            and "give its token's --token-file" in done.stderr
+        )
+    done = env("check", address, "--timeout-s", "3")
+    assert done.returncode == 2 and "if it speaks TLS" in done.stderr and "--tls-authority" in done.stderr
+    done = env("check", address, "--timeout-s", "3", "--tls")
+    assert done.returncode == 2 and "is not to be trusted" in done.stderr
