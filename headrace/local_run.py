@@ -107,7 +107,7 @@ def plan(config: Config) -> LocalRun:
 
     environments, served = dict(config.environments), []
     for key, environment in config.environments.items():
-        if not environment.address:
+        if not environment.address and environment.driver == "gateway":
             listen = address()
             environments[key] = environment.model_copy(update={"address": listen})
             served.append(service("envs", f"env-{key}", "--environment", key, listen=listen, grace_s=10))
@@ -131,7 +131,9 @@ def plan(config: Config) -> LocalRun:
     for number in range(config.rollout.replicas):
         name = f"gateway-{number}"
         grace_s = config.rollout.drain_timeout_s + 5
-        gateways.append(service("rollout", name, "--name", name, listen=address(), grace_s=grace_s))
+        agents = any(environment.driver == "external" for environment in config.environments.values())
+        outside = ("--openai-listen", address()) if agents else ()
+        gateways.append(service("rollout", name, "--name", name, *outside, listen=address(), grace_s=grace_s))
 
     resolved = config.model_copy(
         update={

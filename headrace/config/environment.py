@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,10 +29,23 @@ class Environment(Section):
     token_file: Path | None = Field(
         None, description="file with the token that its server asks of gateways: its own, for it learns no other"
     )
+    driver: Literal["gateway", "external"] = Field(
+        "gateway",
+        description="who drives its episodes: the gateway, against an environment's server; or agents outside, which"
+        " open sessions at the gateways' --openai-listen, bring their own environment and give the reward",
+    )
+    gateway_max_episodes: Count | None = Field(
+        None, description="its episodes that one gateway runs at once; empty: as many as the gateway runs of all"
+    )
+    episode_attempts: Count | None = Field(None, description="in place of rollout.episode_attempts")
+    episode_timeout_s: Seconds | None = Field(None, description="in place of rollout.episode_timeout_s")
     max_concurrent_episodes: Count = Field(1024, description="episodes that one server runs at once")
 
     @model_validator(mode="after")
     def _reachable(self) -> Environment:
-        if not self.implementation and not self.address:
-            raise ValueError("set `class` (we serve it) or `address` (somebody does)")
+        served = bool(self.implementation or self.address)
+        if self.driver == "external" and served:
+            raise ValueError("driver: external has neither `class` nor `address`: its agents bring their environment")
+        if self.driver == "gateway" and not served:
+            raise ValueError("set `class` (we serve it), `address` (somebody does) or `driver: external`")
         return self

@@ -79,6 +79,8 @@ class Config(Section):
             errors.append(
                 f"trainer.warm_start.environment {warm_start.environment!r} must be one of {sorted(self.environments)}"
             )
+        elif warm_start and self.environments[warm_start.environment].driver == "external":
+            errors.append("trainer.warm_start.environment must not be one whose driver is external: it has no expert")
         errors += self._tokens_in_the_clear()
         if errors:
             raise ValueError("\n".join(errors))

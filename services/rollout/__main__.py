@@ -13,7 +13,6 @@ import json
 import logging
 import resource
 import time
-from pathlib import Path
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -27,9 +26,11 @@ from services.rollout.circuit import CircuitLimits
 from services.rollout.environment import Environment
 from services.rollout.episode import World
 from services.rollout.inference import Engines
+from services.rollout.openai_api import OpenAiServer
 from services.rollout.renderer import Renderer
 from services.rollout.scheduler import Scheduler
 from services.rollout.server import SERVICE_NAME, RolloutServicer
+from services.rollout.sessions import Agents
 from services.rollout.sglang import Sglang
 from services.rollout.slots import Slots
 from services.rollout.vllm import Vllm
@@ -42,7 +43,7 @@ async def run(arguments: argparse.Namespace) -> None:
     """Serves until a signal."""
     settings = config.load(arguments.config)
     telemetry.configure(arguments.name, level=settings.telemetry.log_level, log_format=settings.telemetry.log_format)
-    _check(settings, Path(arguments.config))
+    _check(settings, arguments)
     tracing.configure(
         "gateway", instance=arguments.name, run_id=settings.run.id, **settings.telemetry.traces.model_dump()
     )
@@ -58,12 +59,19 @@ async def run(arguments: argparse.Namespace) -> None:
         streams = Streams(redis, settings.run.id, claim_timeout_s=settings.rollout.claim_timeout_s)
         telemetry.serve_metrics(arguments.metrics_listen)
         engines = await stack.enter_async_context(_engines(settings, vocabulary_size, secured))
-        environments = {
-            name: Environment(name, entry, _caller(secured, entry)) for name, entry in settings.environments.items()
+        served = {
+            name: Environment(name, entry, _caller(secured, entry))
+            for name, entry in settings.environments.items()
+            if entry.driver == "gateway"
         }
-        for environment in environments.values():
+        for environment in served.values():
             stack.push_async_callback(environment.close)
-        world = World(settings.rollout, renderer, engines, environments)
+        driven = {
+            name: Agents(name, entry, renderer, thinking=settings.rollout.thinking)
+            for name, entry in settings.environments.items()
+            if entry.driver == "external"
+        }
+        world = World(settings.rollout, renderer, engines, {**served, **driven})
         slots = Slots(settings.rollout.max_concurrent_episodes)
         scheduler = Scheduler(
             streams,
@@ -81,12 +89,17 @@ async def run(arguments: argparse.Namespace) -> None:
             health_listen=arguments.health_listen,
         )
         stack.push_async_callback(server.stop, 1.0)
+        if arguments.openai_listen:
+            agents = OpenAiServer(world, slots, security=secured, draining=lambda: scheduler.draining)
+            await agents.start(arguments.openai_listen)
+            stack.push_async_callback(agents.stop)
+            log.info("agents are served on port %d", agents.port)
         await _open(streams, settings.redis)
         log.info("gateway %s of run %s listens on port %d", arguments.name, settings.run.id, server.port)
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(metrics.watch_event_loop())
             work = tasks.create_task(scheduler.run())
-            explaining = [tasks.create_task(environment.explain_failures()) for environment in environments.values()]
+            explaining = [tasks.create_task(environment.explain_failures()) for environment in served.values()]
             await server.set_serving(True)
             _collect_seldom()
             await stop.wait()
@@ -120,7 +133,7 @@ def _caller(secured: security.Security, environment: config.Environment) -> secu
     return security.caller(secured, tls=tls, token_file=environment.token_file)
 
 
-def _check(settings: config.Config, path: Path) -> None:
+def _check(settings: config.Config, arguments: argparse.Namespace) -> None:
     """Raises ConfigError where the file lacks what only a running service needs."""
     errors = []
     if not settings.run.id:
@@ -132,10 +145,16 @@ def _check(settings: config.Config, path: Path) -> None:
     errors += [
         f"environments.{name}.address: is empty; set host:port of its server"
         for name, environment in settings.environments.items()
-        if not environment.address
+        if not environment.address and environment.driver == "gateway"
     ]
+    if not arguments.openai_listen:
+        errors += [
+            f"environments.{name}.driver: is external, but no agent can reach this gateway; give it --openai-listen"
+            for name, environment in settings.environments.items()
+            if environment.driver == "external"
+        ]
     if errors:
-        raise config.ConfigError(str(path), errors)
+        raise config.ConfigError(arguments.config, errors)
 
 
 def _connect(settings: config.Redis) -> Any:
@@ -191,6 +210,13 @@ def main() -> None:
         "--metrics-listen", default="0.0.0.0:9100", metavar="HOST:PORT", help="Prometheus /metrics (%(default)s)"
     )
     parser.add_argument("--health-listen", default="", metavar="HOST:PORT", help=rpc.HEALTH_LISTEN_HELP)
+    parser.add_argument(
+        "--openai-listen",
+        default="",
+        metavar="HOST:PORT",
+        help="OpenAI-compatible HTTP for agents outside, which drive episodes of environments whose driver is external"
+        " (off)",
+    )
     parser.add_argument("--name", required=True, help="name of this gateway, unique within the run")
     arguments = parser.parse_args()
     rpc.main(lambda: run(arguments))

@@ -27,7 +27,7 @@ from headrace import config, images, rpc, tracing
 from headrace.security import PLAIN, Security
 from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import environment_service_pb2_grpc
-from headrace.v1.trajectory_pb2 import PURPOSE_DEMONSTRATION, Message, Task
+from headrace.v1.trajectory_pb2 import PURPOSE_DEMONSTRATION, Message, Task, Trajectory
 from services.rollout import metrics
 
 log = logging.getLogger(__name__)
@@ -67,18 +67,35 @@ class Environment:
 
     def __init__(self, name: str, settings: config.Environment, security: Security = PLAIN):
         self.name = name
-        self.max_turns = settings.max_turns
-        self._settings = settings
+        self.settings = settings
+        limit = settings.gateway_max_episodes
+        self._places = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         self._security = security
         self._told = ""
         self._channel = rpc.channel(settings.address, foreign=True, security=security)
         self._stub: Any = environment_service_pb2_grpc.EnvironmentServiceStub(self._channel)
 
     @contextlib.asynccontextmanager
+    async def place(self, task: Task) -> AsyncIterator[Environment]:
+        """A place for an episode: at once, or as soon as fewer than gateway_max_episodes run here."""
+        with metrics.waiting_episodes.labels(self.name).track_inprogress():
+            await self._places.__aenter__()
+        try:
+            yield self
+        finally:
+            await self._places.__aexit__(None, None, None)
+
+    def begin(self, trajectory: Trajectory) -> None:
+        """Nobody here looks on."""
+
+    def end(self) -> None:
+        """Nobody here waits for it."""
+
+    @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """A stream to some replica; it ends with the body, and with it the replica's episode."""
         call = self._stub.Interact(wait_for_ready=True, metadata=tracing.metadata())
-        session = Session(call, self._settings)
+        session = Session(call, self.settings)
         try:
             yield session
             await session.close()
@@ -99,7 +116,7 @@ class Environment:
 
     async def explain_failures(self) -> None:
         """Logs why no connection comes about, until it is cancelled."""
-        await rpc.explain_failures(self._channel, self._settings.address, self._security)
+        await rpc.explain_failures(self._channel, self.settings.address, self._security)
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -26,6 +26,7 @@ environment that ends its episode without ever having given a reward broke its c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -37,17 +38,12 @@ from headrace.trajectory import total_reward
 from headrace.v1 import trajectory_pb2 as pb
 from services.rollout import metrics, tools
 from services.rollout.chat_template import RenderError
-from services.rollout.environment import (
-    Environment,
-    EnvironmentBusy,
-    EnvironmentFailure,
-    EnvironmentRefusal,
-    Session,
-)
+from services.rollout.environment import EnvironmentBusy, EnvironmentFailure, EnvironmentRefusal
 from services.rollout.inference import EngineError, Engines
 from services.rollout.policy import Actor, acting
 from services.rollout.record import Outcome, Record, status_name
 from services.rollout.renderer import Renderer
+from services.rollout.seat import Seat, Source, Stage
 
 _LONG_TEXT = 20_000  # characters whose rendering would hold up the event loop; a thread does it
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0  # for a place at a busy environment
@@ -60,7 +56,7 @@ class World:
     settings: config.Rollout
     renderer: Renderer
     engines: Engines
-    environments: Mapping[str, Environment]
+    environments: Mapping[str, Source]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +125,7 @@ async def run_episode(
     queued_s: float,
     cutoff_s: float | None = None,
 ) -> pb.Trajectory:
-    """One episode, on fresh environment sessions until one lasts.
+    """One episode, on fresh environment sessions until one lasts. It begins when its environment has a place for it.
 
     Args:
         task: what to run; its environment is one of the world's.
@@ -140,27 +136,43 @@ async def run_episode(
         cutoff_s: when a straggler is cut off, likewise.
     """
     environment = world.environments[task.environment]
-    record = Record(task, trajectory_id, queued_s=queued_s)
-    limit_s = record.started_s + world.settings.episode_timeout_s
-    with metrics.running_episodes.track_inprogress():
+    async with contextlib.AsyncExitStack() as places:
         try:
-            async with asyncio.timeout_at(limit_s if cutoff_s is None else min(limit_s, cutoff_s)):
-                outcome = await _attempt(task, record, environment=environment, world=world, sampling=sampling)
+            async with asyncio.timeout_at(cutoff_s):
+                seat = await places.enter_async_context(environment.place(task))
         except TimeoutError:
-            if record.outcome is not None:
-                outcome = record.outcome
-            elif cutoff_s is not None and cutoff_s <= limit_s:
-                outcome = Outcome(pb.EPISODE_STATUS_CANCELLED, "straggler: group_timeout_s passed")
-            else:
-                outcome = record.out_of_time()
-    return record.end(outcome)
+            line = "straggler: group_timeout_s passed before there was a place"
+            record = Record(task, trajectory_id, queued_s=queued_s)
+            return record.end(Outcome(pb.EPISODE_STATUS_CANCELLED, line, "straggler"))
+        record = Record(task, trajectory_id, queued_s=queued_s)
+        seat.begin(record.trajectory)
+        timeout_s = environment.settings.episode_timeout_s or world.settings.episode_timeout_s
+        limit_s = record.started_s + timeout_s
+        with metrics.running_episodes.track_inprogress():
+            try:
+                async with asyncio.timeout_at(limit_s if cutoff_s is None else min(limit_s, cutoff_s)):
+                    outcome = await _attempt(
+                        task, record, seat, settings=environment.settings, world=world, sampling=sampling
+                    )
+            except TimeoutError:
+                if record.outcome is not None:
+                    outcome = record.outcome
+                elif cutoff_s is not None and cutoff_s <= limit_s:
+                    line = "straggler: group_timeout_s passed"
+                    outcome = Outcome(pb.EPISODE_STATUS_CANCELLED, line, "straggler")
+                else:
+                    outcome = record.out_of_time()
+        trajectory = record.end(outcome)
+        seat.end()
+        return trajectory
 
 
 async def _attempt(
-    task: pb.Task, record: Record, *, environment: Environment, world: World, sampling: Sampling
+    task: pb.Task, record: Record, seat: Seat, *, settings: config.Environment, world: World, sampling: Sampling
 ) -> Outcome:
     """Sessions until one lasts to the end of its episode, or too many have failed."""
     wait_s = _FIRST_WAIT_S
+    attempts = settings.episode_attempts or world.settings.episode_attempts
     while True:
         name = f"{record.trajectory_id}-{secrets.token_hex(4)}"  # two gateways may run the same ticket
         try:
@@ -169,14 +181,14 @@ async def _attempt(
             ) as actor:
                 record.restart(actor)
                 with tracing.span("session", attempt=record.attempts):
-                    async with environment.session() as session:
+                    async with seat.session() as session:
                         record.outcome = await _play(
                             task,
                             record,
                             session,
                             actor,
                             world=world,
-                            max_turns=environment.max_turns,
+                            max_turns=settings.max_turns,
                             max_action_tokens=sampling.max_action_tokens,
                         )
                 return record.outcome
@@ -186,22 +198,22 @@ async def _attempt(
                 await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         except EnvironmentFailure as error:
-            record.trouble = str(error)
-            if record.attempts >= world.settings.episode_attempts:
-                return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, record.trouble)
+            record.trouble, record.cause = str(error), error.reason
+            if record.attempts >= attempts:
+                return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, record.trouble, record.cause)
         except EnvironmentRefusal as error:
-            return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, str(error))
+            return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, str(error), "refused")
         except RenderError as error:
             line = f"the chat template refuses the environment's messages: it {error}"
-            return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, line)
+            return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, line, "template")
         except EngineError as error:
-            return Outcome(pb.EPISODE_STATUS_ENGINE_ERROR, str(error))
+            return Outcome(pb.EPISODE_STATUS_ENGINE_ERROR, str(error), "engine")
 
 
 async def _play(
     task: pb.Task,
     record: Record,
-    session: Session,
+    session: Stage,
     actor: Actor,
     *,
     world: World,

@@ -27,6 +27,12 @@ running_groups = Gauge("headrace_rollout_running_groups", "groups whose episodes
 unpublished_groups = Gauge("headrace_rollout_unpublished_groups", "ended groups that wait for Redis")
 redis_errors = Counter("headrace_rollout_redis_errors", "calls to Redis that failed")
 
+waiting_episodes = Gauge(
+    "headrace_rollout_waiting_episodes", "episodes that wait for a place at their environment", ["environment"]
+)
+failed_episodes = Counter(
+    "headrace_rollout_failed_episodes", "episodes that ended in an error, by what failed", ["environment", "cause"]
+)
 running_episodes = Gauge("headrace_rollout_running_episodes", "episodes that run")
 ended_episodes = Counter("headrace_rollout_ended_episodes", "episodes by how they ended", ["environment", "status"])
 unrewarded_episodes = Counter(

@@ -22,6 +22,7 @@ class Outcome(NamedTuple):
 
     status: pb.EpisodeStatus
     detail: str = ""
+    cause: str = ""  # of an error, in one word
 
 
 class Record:
@@ -31,6 +32,7 @@ class Record:
         self.trajectory = pb.Trajectory(trajectory_id=trajectory_id)
         self.started_s = self._now_s()
         self.trouble = ""  # what the last failed session, if any, failed of
+        self.cause = ""  # the same in one word
         self.outcome: Outcome | None = None  # once the episode has ended; its session may still be closing
         self._environment = task.environment
         self._actor: Actor | None = None
@@ -63,7 +65,7 @@ class Record:
 
     def retract(self, trouble: str) -> None:
         """The session found no place; it was no attempt."""
-        self.trouble = trouble
+        self.trouble, self.cause = trouble, "busy"
         self.trajectory.attempts -= 1
 
     def begin(self, step: environment_pb.InteractResponse) -> None:
@@ -113,10 +115,12 @@ class Record:
     def out_of_time(self) -> Outcome:
         """The outcome when episode_timeout_s passes: a limit's, unless something had failed by then."""
         if self._actor is not None and self._actor.trouble:
-            return Outcome(pb.EPISODE_STATUS_ENGINE_ERROR, f"episode_timeout_s passed; {self._actor.trouble}")
+            return Outcome(pb.EPISODE_STATUS_ENGINE_ERROR, f"episode_timeout_s passed; {self._actor.trouble}", "engine")
         if not self._prompted:
             trouble = self.trouble or "the environment did not reset"
-            return Outcome(pb.EPISODE_STATUS_ENVIRONMENT_ERROR, f"episode_timeout_s passed; {trouble}")
+            return Outcome(
+                pb.EPISODE_STATUS_ENVIRONMENT_ERROR, f"episode_timeout_s passed; {trouble}", self.cause or "deadline"
+            )
         return Outcome(pb.EPISODE_STATUS_TRUNCATED_TIME)
 
     def end(self, outcome: Outcome) -> pb.Trajectory:
@@ -124,10 +128,13 @@ class Record:
         trajectory, timings = self.trajectory, self._timings
         trajectory.status = outcome.status
         trajectory.status_detail = outcome.detail
+        trajectory.cause = outcome.cause
         trajectory.terminated = outcome.status == pb.EPISODE_STATUS_COMPLETED
         trajectory.truncated = outcome.status in _TRUNCATED
         timings.total_s = self._now_s() - self.started_s
         metrics.ended_episodes.labels(self._environment, status_name(outcome.status)).inc()
+        if outcome.cause:
+            metrics.failed_episodes.labels(self._environment, outcome.cause).inc()
         if trajectory.truncated and total_reward(trajectory) is None:
             metrics.unrewarded_episodes.labels(self._environment).inc()
         for phase, seconds in (

@@ -163,7 +163,8 @@ class Scheduler:
         if ticket.defect:
             return _failed(ticket, pb.EPISODE_STATUS_CANCELLED, ticket.defect)
         if ticket.task.environment not in self._world.environments:
-            return _failed(ticket, pb.EPISODE_STATUS_ENVIRONMENT_ERROR, unknown_environment(ticket.task, self._world))
+            detail = unknown_environment(ticket.task, self._world)
+            return _failed(ticket, pb.EPISODE_STATUS_ENVIRONMENT_ERROR, detail, "refused")
         return await run_group(ticket.task, world=self._world, queued_s=held.claimed_s, on_end=held.lease.give)
 
     async def _publish(self, group: pb.TrajectoryGroup) -> None:
@@ -208,10 +209,10 @@ class Scheduler:
         return min(2 * delay_s, _LONGEST_DELAY_S)
 
 
-def _failed(ticket: Ticket, status: pb.EpisodeStatus, detail: str) -> list[pb.Trajectory]:
+def _failed(ticket: Ticket, status: pb.EpisodeStatus, detail: str, cause: str = "gateway") -> list[pb.Trajectory]:
     """The one episode of a ticket that could not be run."""
     trajectory_id = f"{ticket.task.task_id or ticket.ticket_id}-0"
-    return [pb.Trajectory(trajectory_id=trajectory_id, status=status, status_detail=detail)]
+    return [pb.Trajectory(trajectory_id=trajectory_id, status=status, status_detail=detail, cause=cause)]
 
 
 def _line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""services.rollout.tools: every text is an action; what cannot be read is told, never raised. The grammar is Hermes's."""
+"""services.rollout.tools with Hermes: every text is an action; what cannot be read is told, never raised."""
 
 import json
 import random

@@ -67,7 +67,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- define "headrace.environments" -}}
 {{- $served := list }}
 {{- range $key, $environment := .Values.config.environments }}
-{{- if not $environment.address }}
+{{- if not (or $environment.address (eq (default "gateway" $environment.driver) "external")) }}
 {{- $served = append $served $key }}
 {{- end }}
 {{- end }}

@@ -1,4 +1,4 @@
-"""Hermes and Qwen:  <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>  any number of times, text between."""
+"""Hermes and Qwen:  <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>  any number of times."""
 
 from __future__ import annotations
 
