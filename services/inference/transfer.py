@@ -74,7 +74,8 @@ class Transfer:
             count: told who sent ("trainer" or "peer"), what ("full" or "delta"), and how many bytes.
         """
         self.base = base
-        self.asked_again = False  # whether the trainer has been asked for other peers
+        self.failed_peers: list[str] = []  # addresses; none is asked twice
+        self.questions = 0  # times that the trainer has been asked for other peers
         self._news, self._shelf, self._count = news, shelf, count
         self._arrays: list[np.ndarray] = []
 
@@ -181,7 +182,7 @@ class Transfer:
                 raise result
             if full.arrived == len(self._arrays):  # else a sender before this one brought it
                 full.add(weights.tensor_bytes(result).toreadonly())
-            if relayed:
+            if relayed and relayed.arrived == len(self._arrays):
                 relayed.add(parcel.data.toreadonly())
             self._arrays.append(result)
 

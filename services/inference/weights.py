@@ -7,9 +7,10 @@ trainer hears which version this engine holds.
 
 Blocks on the trainer. The trainer may be absent, start later, restart or vanish in the middle: the puller tries again
 with growing pauses, and the engine serves what it holds meanwhile. A peer that fails, dawdles or sends something wrong
-is left for the next sender, and the trainer is the last. A difference that does not lead to the announced hashes is
-replaced by the whole version. A version that the trainer no longer keeps is passed over for the next; a version that is
-not newer, or another run's, is refused.
+is left for the next sender. When all that were named have failed, the trainer is told and names others, so that the
+children of an engine that died do not all come to it; in the end it sends itself. A difference that does not lead to
+the announced hashes is replaced by the whole version. A version that the trainer no longer keeps is passed over for the
+next; a version that is not newer, or another run's, is refused.
 
 A Hold keeps the engine on its version for a while, for evaluation or a look at one policy. It ends by itself, so that
 no engine stays behind because whoever held it has died.
@@ -42,6 +43,7 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _SILENCE_S = 60.0  # a trainer from which nothing comes for so long has failed
 _PEER_SILENCE_S = 20.0
+_MOST_QUESTIONS = 2  # for other peers, after all that were named have failed; then the trainer sends
 
 _GONE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED)
 _CAUSES = {
@@ -106,7 +108,7 @@ class _PeerFailed(Exception):
         self.cause = cause
 
 
-class _PeersDied(Exception):
+class _PeersFailed(Exception):
     pass
 
 
@@ -161,8 +163,8 @@ class Puller:
             start_s = time.monotonic()
             try:
                 version = await self._next_version()
-            except _PeersDied:
-                continue  # the trainer knows by now, and names others
+            except _PeersFailed:
+                continue  # the trainer is told, and names others
             except CorruptWeights as error:
                 outcome = "corrupt"
                 self._transfer = None
@@ -199,6 +201,8 @@ class Puller:
         request = pb.WatchWeightsRequest(engine=self._engine, serving_address=self._serving_address)
         if self._held is not None:
             request.held_policy_version = self._held
+        if self._transfer:
+            request.failed_peers.extend(self._transfer.failed_peers)
         watch = self._trainer.stub.WatchWeights(request, wait_for_ready=True)
         try:
             async for news in watch:
@@ -229,18 +233,18 @@ class Puller:
         if not (self._transfer and self._transfer.is_of(news)):
             self._transfer = Transfer(news, self._shelf, self._shelf.held, self._observer.received)
         transfer = self._transfer
-        causes = []
-        for peer in news.peers:
+        fresh = [peer for peer in news.peers if peer.address not in transfer.failed_peers]
+        for peer in fresh:
             try:
                 weights = await self._get_from_peer(transfer, peer)
                 break
             except _PeerFailed as failure:
-                causes.append(failure.cause)
+                transfer.failed_peers.append(peer.address)
                 self._observer.fell_back(failure.cause)
         else:
-            if causes.count("dead") == len(causes) > 0 and not transfer.asked_again:
-                transfer.asked_again = True
-                raise _PeersDied
+            if fresh and transfer.questions < _MOST_QUESTIONS:
+                transfer.questions += 1
+                raise _PeersFailed
             weights = await self._get_from_trainer(transfer)
         self._transfer = None
         if self._keeps:

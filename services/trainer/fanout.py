@@ -5,15 +5,16 @@ a tree, through which each tensor passes as soon as it has been checked. An engi
 gets the same difference; engines at different versions make different trees. Whoever comes when others hold the version
 already gets it from those. An engine is told its parent and that one's ancestors, who wait for nobody below them, and
 falls back to them and to the trainer in the end. One that asks again keeps its place, unless everybody above it has
-gone: then it gets another, never below itself. So nobody ever waits for somebody who waits for him, and the death of
-whoever got the version from the trainer costs what the trainer had sent him, not a copy for each of his children.
+gone or, as it says, failed: then it gets another, never below itself. So nobody ever waits for somebody who waits for
+him, and the death of whoever got the version from the trainer costs what the trainer had sent him, not a copy for each
+of his children: the first child to ask takes his place or one below his siblings, and the others find theirs below.
 
 Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.v1 import trainer_service_pb2 as pb
@@ -45,14 +46,23 @@ class Fanout:
         self._members: dict[str, _Member] = {}
 
     def peers(
-        self, engine: str, version: int, base: int | None, watchers: Mapping[str, Watcher]
+        self,
+        engine: str,
+        version: int,
+        base: int | None,
+        watchers: Mapping[str, Watcher],
+        failed: Collection[str] = (),
     ) -> list[pb.WeightPeer]:
         """Whom an engine asks for a version before the trainer, in order.
 
         Args:
             base: the version that it holds, if the trainer would send the difference to it.
             watchers: those that watch now, by name.
+            failed: addresses at which it got nothing. Whether they are dead, only their own watches tell.
         """
+        watchers = {
+            name: watcher for name, watcher in watchers.items() if name == engine or watcher.address not in failed
+        }
         if version != self._version:
             self._version, self._members = version, {}
         members = self._members
@@ -66,7 +76,7 @@ class Fanout:
             members.setdefault(chosen[0], _Member(None, None)).children += 1
             members.setdefault(engine, _Member(base, None))
             return _listed(chosen, watchers)
-        if engine in members:
+        if engine in members and members[engine].base == base:
             ancestors = self._ancestors(engine)
             if not ancestors or any(name in watchers for name in ancestors):
                 return _listed(ancestors, watchers)
@@ -80,7 +90,8 @@ class Fanout:
             and engine not in (name, *self._ancestors(name))
         )
         parent = next(parents, None)
-        members.setdefault(engine, _Member(base, None)).parent = parent
+        member = members.setdefault(engine, _Member(base, None))
+        member.base, member.parent = base, parent
         if parent:
             members[parent].children += 1
         return _listed(self._ancestors(engine), watchers)
@@ -106,5 +117,5 @@ def _listed(names: Sequence[str], watchers: Mapping[str, Watcher]) -> list[pb.We
     return [
         pb.WeightPeer(address=watchers[name].address, policy_version=watchers[name].held)
         for name in names
-        if name in watchers
+        if name in watchers and watchers[name].address
     ][:_MOST_PEERS]

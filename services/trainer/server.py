@@ -114,10 +114,13 @@ class TrainerServicer(WeightServicer):
                     policy_version=version,
                     root_hash=snapshot.manifest.root_hash,
                     size_bytes=snapshot.size_bytes,
-                    peers=self._fanout.peers(engine, version, base, self._engines.watchers) if held < version else [],
+                    peers=self._peers(request, version, base) if held < version else [],
                 )
         finally:
             self._engines.leave(engine)
+
+    def _peers(self, request: pb.WatchWeightsRequest, version: int, base: int | None) -> list[pb.WeightPeer]:
+        return self._fanout.peers(request.engine, version, base, self._engines.watchers, request.failed_peers)
 
     async def GetTrainerStatus(
         self, request: pb.GetTrainerStatusRequest, context: grpc.aio.ServicerContext

@@ -81,6 +81,37 @@ def test_a_dead_roots_children_go_to_each_other_and_not_both_to_the_trainer():
     }
 
 
+def test_one_child_of_a_root_that_failed_goes_to_the_trainer_though_the_root_still_watches():
+    fanout, there = Fanout(), watchers(8)
+    plan(fanout, there)
+    failed = [there["e0"].address]
+    assert [peer.address for peer in fanout.peers("e1", 5, None, there, failed)] == ["10.0.0.5:1", "10.0.0.2:1"]
+    assert fanout.peers("e2", 5, None, there, failed) == []
+    assert [peer.address for peer in fanout.peers("e1", 5, None, there, failed)] == ["10.0.0.5:1", "10.0.0.2:1"]
+    assert [peer.address for peer in fanout.peers("e6", 5, None, there)] == ["10.0.0.2:1"]  # others hear nothing of it
+
+
+def test_who_is_named_first_is_asked_first_whatever_he_failed_at():
+    fanout, there = Fanout(), {**watchers(2, held=5), "n2": Watcher(0, "10.0.0.2:1")}
+    (first, second) = fanout.peers("n2", 5, None, there)
+    assert fanout.peers("n2", 5, None, there, [first.address]) == [second]
+    assert fanout.peers("n2", 5, None, there, [first.address, second.address]) == []
+
+
+def test_who_comes_back_with_another_base_finds_another_parent():
+    fanout = Fanout()
+    there = {**watchers(2, held=4), "n2": Watcher(3, "10.0.0.2:1")}
+    assert fanout.peers("e0", 5, 4, there) == []
+    assert fanout.peers("n2", 5, 3, there) == []
+    assert [peer.address for peer in fanout.peers("n2", 5, 4, there)] == ["10.0.0.0:1"]
+
+
+def test_a_parent_that_serves_no_more_is_not_named():
+    fanout, there = Fanout(), watchers(2)
+    plan(fanout, there)
+    assert fanout.peers("e1", 5, None, {**there, "e0": Watcher(0, "")}) == []
+
+
 def test_nobody_is_put_below_himself():
     fanout, there = Fanout(), watchers(4)
     plan(fanout, there)
