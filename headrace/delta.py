@@ -88,8 +88,8 @@ def _decode_block(words: np.ndarray, count: int, frame: memoryview, decompressor
     """Changes the words in place."""
     width = words.itemsize
     size = words.nbytes if count == _ALL else count * (4 + width)
-    if count != _ALL and count > len(words):
-        raise ValueError("a block changes more words than it has")
+    if count == 0 or (count != _ALL and count > len(words)):
+        raise ValueError("a block changes no words, or more than it has")
     try:
         # Its own word for its size must not make us allocate what it likes.
         if zstandard.frame_content_size(frame) != size:

@@ -5,6 +5,7 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+import zstandard
 
 from headrace import delta
 
@@ -101,9 +102,13 @@ def test_more_than_the_blocks_is_refused():
         delta.decode(delta.encode(base, base, word_bytes=2) + b"x", base, word_bytes=2)
 
 
-def test_positions_outside_of_the_tensor_are_refused():
-    import zstandard
+def test_a_frame_for_no_changes_is_refused():
+    frame = zstandard.ZstdCompressor().compress(b"")
+    with pytest.raises(ValueError, match="no words"):
+        delta.decode(struct.pack("<II", 0, len(frame)) + frame, words(100), word_bytes=2)
 
+
+def test_positions_outside_of_the_tensor_are_refused():
     base = words(100)
     for gaps in ([101], [1, 0], [2**32 - 1, 5]):
         planes = np.array(gaps, "<u4").view(np.uint8).reshape(-1, 4).T.tobytes() + bytes(2 * len(gaps))
