@@ -6,6 +6,7 @@ Each command imports what it needs, so that `headrace env` works where only the 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import signal
 import sys
 from pathlib import Path
@@ -58,6 +59,13 @@ async def _run(arguments: argparse.Namespace) -> int:
     return await launch.launch(arguments.config, overrides, display=Display(sys.stdout), stop=stop)
 
 
+async def _export(arguments: argparse.Namespace) -> int:
+    # The trainer's own program: this package knows no model.
+    command = [sys.executable, "-m", "services.trainer.export", *arguments.arguments]
+    exporting = await asyncio.create_subprocess_exec(*command)
+    return await exporting.wait()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="headrace", description=_DESCRIPTION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -77,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
         help="replaces one value of the file, by dotted key; the value is YAML; may be repeated",
     )
     run.set_defaults(command=_run)
+    export = commands.add_parser(
+        "export", help="write a checkpoint's policy as a Hugging Face folder", add_help=False, prefix_chars="\0"
+    )
+    export.add_argument("arguments", nargs="*")
+    export.set_defaults(command=_export)
     environment_kit.add_parsers(commands)
     return parser
 

@@ -34,8 +34,17 @@ class Model:
     notes: Notes | None
 
 
-def build(config: Config, folder: Path) -> Model:
-    """The policy as its newest checkpoint, its folder or the run's seed has it. Call it in the compute thread."""
+def build(config: Config, folder: Path, *, step: int | None = None) -> Model:
+    """The policy as its newest checkpoint, its folder or the run's seed has it. Call it in the compute thread.
+
+    Args:
+        folder: the model's Hugging Face folder.
+        step: the checkpoint to take instead of the newest.
+
+    Raises:
+        ConfigError: what config and folder ask for cannot be built.
+        StartupError: the checkpoint is of another model, cannot be read, or, with `step`, does not exist.
+    """
     settings = config.trainer
     mesh = sharding.create_mesh(settings.mesh.fsdp, settings.mesh.tensor)
     decoder_config = decoder_configs.read(folder)
@@ -74,7 +83,7 @@ def build(config: Config, folder: Path) -> Model:
             compute_dtype=settings.compute_dtype,
         )
         critic.start_from(parameters)
-    restored = checkpoints.restore(fresh, with_reference=refers, critic=critic.state if critic else None)
+    restored = checkpoints.restore(fresh, with_reference=refers, critic=critic.state if critic else None, step=step)
     if critic and restored and restored.critic:
         critic.state = restored.critic
     policy = Policy(

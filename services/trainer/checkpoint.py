@@ -104,13 +104,29 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
 
-    def restore(self, state: TrainState, *, with_reference: bool, critic: TrainState | None = None) -> Restored | None:
-        """The newest checkpoint, laid out as `state`, and as `critic` if the run has one; None when there is none.
+    def restore(
+        self,
+        state: TrainState,
+        *,
+        with_reference: bool,
+        critic: TrainState | None = None,
+        step: int | None = None,
+    ) -> Restored | None:
+        """The newest checkpoint or that of `step`, laid out as `state`, and as `critic` if the run has one.
+
+        Returns:
+            None when there is no checkpoint yet.
 
         Raises:
-            StartupError: it is of another model, or cannot be read.
+            StartupError: it is of another model, cannot be read, or, with `step`, does not exist.
         """
-        step = self.newest_step
+        if step is None:
+            step = self.newest_step
+        elif step not in self._manager.all_steps():
+            known = ", ".join(map(str, self._manager.all_steps())) or "none"
+            raise StartupError(
+                f"there is no checkpoint of step {step} in {self._manager.directory}; there are: {known}"
+            )
         if step is None:
             return None
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
