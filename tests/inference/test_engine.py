@@ -287,6 +287,11 @@ async def test_load_and_metrics_tell_what_happens(engine):
     assert values['headrace_inference_requests_total{status="200"}'] >= 1
 
 
+async def test_nothing_is_compiled_once_the_engine_is_ready(engine):
+    """All that the tests above have asked of /generate came from programs that were built before readiness."""
+    assert (await engine.metrics())["headrace_inference_programs_total"] == engine.programs
+
+
 async def test_chat_completions_and_other_stock_routes_remain(engine):
     body = {"model": "any", "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 60, "logprobs": True}
     async with aiohttp.ClientSession() as session:
@@ -316,11 +321,6 @@ async def test_requests_to_stock_routes_share_a_batch_with_ours(engine):
             assert len(metas[2]["input_token_logprobs"]) == 8 and len(metas[2]["output_top_logprobs"]) == 40
         for prompt, reply in zip(prompts, await ours, strict=True):
             assert engine.errors(prompt, reply).max() <= 1e-4
-
-
-async def test_nothing_is_compiled_once_the_engine_is_ready(engine):
-    """What every test above has asked for came from programs that were built before readiness."""
-    assert (await engine.metrics())["headrace_inference_programs_total"] == engine.programs
 
 
 @pytest.mark.parametrize("route", ["pause_generation", "continue_generation", "release_memory_occupation"])
