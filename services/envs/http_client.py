@@ -17,6 +17,7 @@ import aiohttp
 
 MAX_BODY_BYTES = 4 << 20
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+NOT_CARRIED_OUT = frozenset({425, 429, 503})
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 4.0
@@ -64,13 +65,20 @@ class HttpClient:
         body: Any = None,
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
+        may_repeat: bool = True,
     ) -> Reply:
         """The service's answer, of whatever status but those that a further attempt may mend; redirects are answers.
 
+        Args:
+            may_repeat: whether the service bears the same request twice; else a further attempt follows only one that
+                was not carried out: no connection came about, or the answer was 425, 429 or 503.
+
         Raises Unreachable after the last attempt.
         """
-        failure = ""
+        failure, carried_out = "", False
         for attempt in range(self._attempts):
+            if carried_out and not may_repeat:
+                raise Unreachable(f"{method} {url}: {failure[:300]} (no further attempt: it may have been carried out)")
             if attempt:
                 pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
@@ -78,13 +86,16 @@ class HttpClient:
                 async with self._places, asyncio.timeout(self._timeout_s):
                     reply = await self._once(method, url, body, query, headers)
             except TimeoutError:
-                failure = f"no answer within {self._timeout_s:g} s"
+                failure, carried_out = f"no answer within {self._timeout_s:g} s", True
+            except aiohttp.ClientConnectorError as error:
+                failure, carried_out = " ".join(f"{type(error).__name__}: {error}".split()), False
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                failure = " ".join(f"{type(error).__name__}: {error}".split())
+                failure, carried_out = " ".join(f"{type(error).__name__}: {error}".split()), True
             else:
                 if reply.status not in RETRIED:
                     return reply
                 failure = " ".join(f"status {reply.status}: {reply.text}".split())
+                carried_out = reply.status not in NOT_CARRIED_OUT
         raise Unreachable(f"{method} {url}: {failure[:300]} ({self._attempts} attempts)")
 
     async def _once(

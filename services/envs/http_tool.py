@@ -2,7 +2,8 @@
 
 The arguments of a call are the JSON body of a POST, or the query of a GET; the answer's text is what the policy reads.
 A status below 500 but not 2xx is the policy's own fault and answered as an error. An endpoint that cannot be reached,
-or answers 5xx at every attempt, costs the episode: no policy is trained on a service that is down.
+or answers 5xx at every attempt, costs the episode: no policy is trained on a service that is down. A POST that may have
+been carried out is not sent again, unless the endpoint is said to be `repeatable`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from services.envs.environment import Tool
 from services.envs.examination import Examination, called_with
 from services.envs.http_client import Reply
 from services.envs.tools import BoundTool, ToolError
+
+Method = Literal["GET", "POST"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,10 @@ class Endpoint:
     url: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     """JSON schema of the arguments, an object."""
-    method: Literal["GET", "POST"] = "POST"
+    method: Method = "POST"
     headers: Mapping[str, str] = field(default_factory=dict)
+    repeatable: bool = False
+    """Whether the same POST twice does no harm, so that one without an answer is sent again, as a GET always is."""
 
 
 class HttpTools(Examination):
@@ -48,7 +53,7 @@ class HttpTools(Examination):
         if not names or len(names) < len(self._endpoints) or max_characters < 1:
             raise ValueError("tools must name at least one, each name once, and max_characters be 1 or more")
         for endpoint in self._endpoints:
-            if endpoint.method not in ("GET", "POST") or not endpoint.url.startswith(("http://", "https://")):
+            if endpoint.method not in get_args(Method) or not endpoint.url.startswith(("http://", "https://")):
                 raise ValueError(f"tool {endpoint.name}: method must be GET or POST, url begin with http")
         self._max_characters = max_characters
 
@@ -69,7 +74,7 @@ class HttpTools(Examination):
             query = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
             reply = await send("GET", endpoint.url, query=query, headers=headers)
         else:
-            reply = await send("POST", endpoint.url, body=arguments, headers=headers)
+            reply = await send("POST", endpoint.url, body=arguments, headers=headers, may_repeat=endpoint.repeatable)
         return reply
 
     def _shown(self, reply: Reply) -> str:

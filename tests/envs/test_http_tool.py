@@ -23,8 +23,9 @@ def adder(number: int, asked: dict) -> web.Response:
     return web.Response(text=str(given["a"] + given["b"]))
 
 
-def served(url: str, *, method: str = "POST", **options):
+def served(url: str, *, method: str = "POST", repeatable: bool = True, **options):
     tool = {"name": "add", "description": "Adds.", "url": f"{url}/add", "parameters": SCHEMA, "method": method}
+    tool["repeatable"] = repeatable
     options = {"tasks": TASKS, "timeout_s": 20, "attempts": 2, **options}
     return serving({"sums": functools.partial(HttpTools, tools=[tool], **options)})
 
@@ -84,6 +85,32 @@ async def test_a_service_that_recovers_costs_nothing():
     async with (
         web_service(lambda number, asked: "cut" if number == 0 else adder(number, asked)) as service,
         served(service.url) as (stub, _),
+    ):
+        conversation = Conversation(stub)
+        await conversation.send(reset("sums"))
+        assert (await conversation.send(ask(call({"a": 2, "b": 3})))).messages[0].content == "5"
+
+
+@pytest.mark.parametrize("kind", ["cut", "hang", 500, 502, 504])
+@pytest.mark.parametrize(("method", "repeatable", "sent"), [("POST", False, 1), ("GET", False, 2)])
+async def test_what_may_have_been_carried_out_is_sent_again_only_if_that_does_no_harm(kind, method, repeatable, sent):
+    def answered(number: int, asked: dict):
+        return web.Response(status=kind, text="broken") if isinstance(kind, int) else kind
+
+    options = {"method": method, "repeatable": repeatable, "timeout_s": 0.5 if kind == "hang" else 20}
+    async with web_service(answered) as service, served(service.url, **options) as (stub, _):
+        code, details = await Conversation(stub).refusal(reset("sums"), ask(call({"a": 2, "b": 3})))
+    assert code == grpc.StatusCode.INTERNAL and "Unreachable" in details
+    # Of a GET whose connection is cut the HTTP library sends another by itself.
+    assert len(service.requests) == 1 if sent == 1 else len(service.requests) >= sent
+    assert ("it may have been carried out" in details) == (sent == 1)
+
+
+async def test_a_post_that_was_not_carried_out_is_sent_again():
+    busy = web.Response(status=503, text="busy")
+    async with (
+        web_service(lambda number, asked: busy if number == 0 else adder(number, asked)) as service,
+        served(service.url, repeatable=False) as (stub, _),
     ):
         conversation = Conversation(stub)
         await conversation.send(reset("sums"))
