@@ -5,7 +5,8 @@ the game said since, not the whole history again. The game gives its reward at i
 unfinished task; with `partial_credit` off, what is not solved is worth 0.
 
 TextArena draws from Python's one global generator, which all episodes of a process would share and disturb. So each
-episode keeps a state of that generator of its own, in place during its calls only.
+episode keeps a state of that generator of its own, in place during its calls only. Some games search for seconds until
+they have a board: these begin in worker processes, and come back as pickles. All else takes microseconds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from typing import Any
 import textarena
 
 from services.envs.environment import Action, Environment, Message, Task, TimeStep, task_random, user
+
+# Games that search for a board, for as long as 5 s.
+SEARCHED = frozenset({"RushHour", "Sokoban", "Sudoku"})
 
 
 class TextGame(Environment):
@@ -41,17 +45,21 @@ class TextGame(Environment):
             partial_credit: keep the game's own reward; else 1 for a full one and 0 for anything less.
         """
         _check(id, json.dumps(dict(arguments or {}), sort_keys=True))
-        self._game = _make(id, dict(arguments or {}))
+        self._id, self._arguments = id, dict(arguments or {})
         self._partial_credit = partial_credit
         self._turns = 0
-        self._generator: Any = None
 
     async def reset(self, task: Task) -> TimeStep:
         seed = task_random(task).getrandbits(32)
-        self._generator = random.Random(seed).getstate()
-        with self._own_generator():
-            self._game.reset(num_players=1, seed=seed)
-            return TimeStep(self._said())
+        if self._id.partition("-")[0] in SEARCHED:
+            self._game, self._generator = await self.blocking(begin, self._id, self._arguments, seed)
+        else:
+            others = random.getstate()
+            try:
+                self._game, self._generator = begin(self._id, self._arguments, seed)
+            finally:
+                random.setstate(others)
+        return TimeStep(self._said())
 
     async def step(self, action: Action) -> TimeStep:
         self._turns += 1
@@ -82,6 +90,14 @@ class TextGame(Environment):
         own = textarena.ObservationType.PLAYER_ACTION
         said = [text for _, text, kind in observations if kind is not own]
         return [user("\n".join(said).strip() or "Continue.")]
+
+
+def begin(id: str, arguments: Mapping[str, Any], seed: int) -> tuple[Any, Any]:
+    """A game that has been reset, and the global generator's state, which that has changed."""
+    game = _make(id, arguments)
+    random.seed(seed)
+    game.reset(num_players=1, seed=seed)
+    return game, random.getstate()
 
 
 def _make(id: str, arguments: Mapping[str, Any]) -> Any:

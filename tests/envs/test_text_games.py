@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from headrace.v1 import environment_service_pb2 as pb
 from services.envs.text_games import TextGame
 from tests.envs.conversation import Conversation, play, reset, say, serving
 
@@ -95,6 +96,20 @@ async def test_episodes_leave_the_global_generator_to_others():
     await game.reset(reset("game", seed=1).reset)
     await game.step(say("[3]").action)
     assert random.random() == expected
+
+
+async def test_others_are_answered_while_boards_are_searched_for():
+    # These take a while to find, and their workers to start.
+    async with served(id="Sokoban-v0") as (stub, _):
+        resets = [asyncio.create_task(Conversation(stub).send(reset("game", seed=seed))) for seed in range(4)]
+        answered = 0
+        while answered < 20 and not all(task.done() for task in resets):
+            await stub.ListEnvironments(pb.ListEnvironmentsRequest())
+            answered += 1
+        assert answered == 20
+        boards = [response.messages[0].content for response in await asyncio.gather(*resets)]
+        again = await Conversation(stub).send(reset("game", seed=0))
+    assert again.messages[0].content == boards[0] and len(set(boards)) == 4
 
 
 @pytest.mark.parametrize(
