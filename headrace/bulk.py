@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace import address
 from headrace.errors import AddressInUse, StartupError
 from headrace.shipment import Shipment
 from headrace.v1 import trainer_service_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 # One call to a thread moves about so much: calls are then rare, and the receiver's checks keep pace.
 BATCH_BYTES = 8 * 1024 * 1024
@@ -28,6 +31,8 @@ _SILENCE_S = 60  # a connection on which nothing moves for so long has failed
 _CLAIM_S = 20.0  # time to present a ticket
 _CONNECT_S = 10.0
 _MOST_TRANSFERS = 64  # at once; others wait
+_MOST_UNCLAIMED = 256  # connections that have not shown a ticket; more are turned away, to come over gRPC instead
+_ACCEPT_PAUSE_S = 1.0  # when the system gives no more sockets
 
 
 class BulkServer:
@@ -88,6 +93,8 @@ class BulkServer:
             await announce(pb.WeightTicket(port=self.port, ticket=ticket))
             async with asyncio.timeout(_CLAIM_S):
                 connection = await claim
+        except TimeoutError as error:
+            raise TimeoutError(f"nobody brought the ticket to port {self.port} within {_CLAIM_S:.0f} s") from error
         finally:
             del self._claims[ticket]
         with connection:
@@ -111,14 +118,22 @@ class BulkServer:
 
     async def _accept(self) -> None:
         while True:
-            connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError as error:  # too many open files, or a caller who has left already
+                log.warning("no bulk transfer can be taken in, weights come over gRPC: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if len(self._admitting) >= _MOST_UNCLAIMED:
+                connection.close()
+                continue
             task = asyncio.ensure_future(self._admit(connection))
             self._admitting.add(task)
             task.add_done_callback(self._admitting.discard)
 
     async def _admit(self, connection: socket.socket) -> None:
         """Hands a connection to the call whose ticket it brings; hangs up on any other."""
-        loop, ticket = asyncio.get_running_loop(), b""
+        loop, ticket, taken = asyncio.get_running_loop(), b"", False
         try:
             async with asyncio.timeout(_CLAIM_S):
                 while len(ticket) < _TICKET_BYTES:
@@ -130,10 +145,12 @@ class BulkServer:
             if claim is not None and not claim.done():
                 _make_blocking(connection)
                 claim.set_result(connection)
-                return
+                taken = True
         except (OSError, TimeoutError):
             pass
-        connection.close()
+        finally:
+            if not taken:
+                connection.close()
 
 
 class BulkConnection:
@@ -146,8 +163,13 @@ class BulkConnection:
     async def open(cls, host: str, ticket: pb.WeightTicket) -> BulkConnection:
         """Connects and presents the ticket. Raises OSError, which TimeoutError is, when that cannot be done."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="bulk")
-        loop = asyncio.get_running_loop()
-        return cls(await loop.run_in_executor(thread, _connect, host, ticket), thread)
+        connecting = thread.submit(_connect, host, ticket)
+        try:
+            return cls(await asyncio.wrap_future(connecting), thread)
+        except BaseException:
+            connecting.add_done_callback(_close_connected)  # if it comes about nevertheless
+            thread.shutdown(wait=False)
+            raise
 
     async def read_into(self, buffers: Sequence[memoryview]) -> None:
         """Fills them in order. Raises OSError when the connection ends or nothing comes for a minute."""
@@ -161,6 +183,8 @@ class BulkConnection:
 
 
 def _connect(host: str, ticket: pb.WeightTicket) -> socket.socket:
+    if not 0 < ticket.port < 2**16:
+        raise ConnectionError(f"the ticket is for port {ticket.port}")
     connection = socket.create_connection((host, ticket.port), _CONNECT_S)
     try:
         connection.sendall(ticket.ticket)
@@ -169,6 +193,11 @@ def _connect(host: str, ticket: pb.WeightTicket) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def _close_connected(connecting: Future[socket.socket]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
 
 
 def _make_blocking(connection: socket.socket) -> None:

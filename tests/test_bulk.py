@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import resource
+import socket
 
 import numpy as np
 import pytest
@@ -66,6 +68,116 @@ async def test_a_ticket_is_good_once_and_a_wrong_one_never():
             await again.read_into([memoryview(bytearray(1))])
         for connection in (wrong, right, again):
             connection.close()
+
+
+async def test_a_ticket_that_came_too_late_is_good_for_nothing():
+    sent, _ = shipment([50])
+    async with sending(sent) as (ticket, task, _), asyncio.timeout(DEADLINE_S):
+        task.cancel()
+        await asyncio.wait([task])
+        late = await BulkConnection.open("127.0.0.1", ticket)
+        with pytest.raises(OSError):
+            await late.read_into([memoryview(bytearray(1))])
+        late.close()
+
+
+async def test_no_server_takes_anothers_ticket():
+    ours, _ = shipment([50])
+    theirs, _ = shipment([60])
+    async with sending(ours) as (ticket, task, _), sending(theirs) as (other, _, _), asyncio.timeout(DEADLINE_S):
+        stranger = await BulkConnection.open("127.0.0.1", pb.WeightTicket(port=other.port, ticket=ticket.ticket))
+        with pytest.raises(OSError):
+            await stranger.read_into([memoryview(bytearray(1))])
+        stranger.close()
+        assert not task.done()
+
+
+async def test_a_cut_after_any_byte_is_noticed_at_both_ends():
+    sent, arrays = shipment([1, 2])
+    whole = b"".join(array.tobytes() for array in arrays)
+    for cut in range(len(whole)):
+        got = bytearray(len(whole))
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            sending(sent) as (ticket, _, _),
+            await asyncio.start_server(_cutter(ticket.port, cut), "127.0.0.1", 0) as between,
+        ):
+            port = between.sockets[0].getsockname()[1]
+            connection = await BulkConnection.open("127.0.0.1", pb.WeightTicket(port=port, ticket=ticket.ticket))
+            with pytest.raises(OSError):
+                await connection.read_into([memoryview(got)])
+            connection.close()
+        assert got[:cut] == whole[:cut]
+
+
+def _cutter(port, cut):
+    """Passes a ticket on to the port, and so many bytes back."""
+
+    async def between(reader, writer):
+        there, to = await asyncio.open_connection("127.0.0.1", port)
+        to.write(await reader.readexactly(16))
+        writer.write(await there.readexactly(cut))
+        await writer.drain()
+        for end in (writer, to):
+            end.close()
+
+    return between
+
+
+async def test_callers_without_a_ticket_keep_nobody_out():
+    sent, _ = shipment([50])
+    async with sending(sent) as (ticket, task, _), contextlib.AsyncExitStack() as stack, asyncio.timeout(DEADLINE_S):
+        silent = []
+        for _ in range(300):
+            reader, writer = await asyncio.open_connection("127.0.0.1", ticket.port)
+            stack.callback(writer.close)
+            silent.append(reader)
+        # Some were turned away at once; the transfer gets its place when another has left.
+        await asyncio.wait([asyncio.ensure_future(reader.read()) for reader in silent], return_when="FIRST_COMPLETED")
+        await stack.aclose()
+        while True:
+            connection = await BulkConnection.open("127.0.0.1", ticket)
+            with contextlib.suppress(OSError):
+                await connection.read_into([memoryview(bytearray(200))])
+                break
+            connection.close()
+        await task
+        connection.close()
+
+
+async def test_the_server_goes_on_when_the_system_had_no_more_sockets():
+    sent, arrays = shipment([50])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with sending(sent) as (ticket, task, _), asyncio.timeout(DEADLINE_S):
+        connection = socket.socket()
+        connection.setblocking(False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (connection.fileno() + 1, limits[1]))
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", ticket.port))
+            await asyncio.sleep(0.1)  # it tries to accept, and cannot
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        connection.close()
+        late = await BulkConnection.open("127.0.0.1", ticket)
+        received = np.empty_like(arrays[0])
+        await late.read_into([received.data])
+        await task
+        late.close()
+
+
+async def test_a_slow_reader_delays_nobody():
+    slow, _ = shipment([20_000_000])
+    async with sending(slow) as (ticket, task, _), asyncio.timeout(DEADLINE_S):
+        loris = await BulkConnection.open("127.0.0.1", ticket)
+        await loris.read_into([memoryview(bytearray(1))])
+        quick, _ = shipment([1000])
+        async with sending(quick) as (other, done, _):
+            connection = await BulkConnection.open("127.0.0.1", other)
+            await connection.read_into([memoryview(bytearray(4000))])
+            await done
+            connection.close()
+        assert not task.done()
+        loris.close()
 
 
 async def test_a_shipment_that_fails_cuts_the_connection():

@@ -143,6 +143,12 @@ class Transfer:
                 await checking
             if await chunks.read_end() is not None:
                 raise CorruptWeights("more data came than the manifest lists")
+        except OSError as error:
+            if bulk is None or checking or isinstance(error, TimeoutError):
+                raise
+            # What is between may let connections come about and nothing through; gRPC tells whether the sender lives.
+            sender.bulk_failed()
+            raise BulkUnreachable(f"nothing comes from it: {error}") from error
         finally:
             if checking:
                 await asyncio.gather(checking, return_exceptions=True)  # what has come whole counts

@@ -262,7 +262,12 @@ class Puller:
         async with rpc.channel(peer.address, security=self._security, name=self._peer_name) as channel:
             sender = Sender(channel, kind="peer", host="" if self._security.tls else host, silence_s=_PEER_SILENCE_S)
             try:
-                return await transfer.receive(sender)
+                try:
+                    return await transfer.receive(sender)
+                except BulkUnreachable as error:
+                    self._observer.fell_back("bulk")
+                    log.info("the bulk port of peer %s cannot be reached: %s", peer.address, error)
+                    return await transfer.receive(sender)
             except CorruptWeights as error:
                 log.error("peer %s sends damaged weights: %s", peer.address, error)
                 raise _PeerFailed("corrupt") from error

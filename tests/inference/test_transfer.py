@@ -88,13 +88,19 @@ async def test_large_tensors_come_beside_grpc_where_both_allow_it(bulk):
     assert delta < full / 50
 
 
-async def test_a_bulk_port_out_of_reach_is_done_without():
+@pytest.mark.parametrize("port", ["refuses", "hangs up", "is none"])
+async def test_a_bulk_port_out_of_reach_is_done_without(port):
     tensors = {"t": np.arange(2_000_000, dtype=np.float32)}
-    async with fleet.trainer() as trainer, meddled(trainer.servicer) as (between, address):
+    async with (
+        fleet.trainer() as trainer,
+        meddled(trainer.servicer) as (between, address),
+        await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as hangs_up,
+    ):
+        ports = {"refuses": 1, "hangs up": hangs_up.sockets[0].getsockname()[1], "is none": 70_000}
 
         async def misdirect(request, response, abort):
             if response.WhichOneof("part") == "ticket":
-                response.ticket.port = 1
+                response.ticket.port = ports[port]
 
         between.meddle = misdirect
         async with pulling(address) as engine:
