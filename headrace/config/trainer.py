@@ -179,6 +179,7 @@ class Checkpoint(Section):
 class Mesh(Section):
     """Devices of the trainer, by axis; -1 takes what is left."""
 
+    data: int = Field(1, ge=1, description="axis that batches are sharded over and parameters repeated along")
     fsdp: int = Field(-1, description="axis that parameters and batches are sharded over")
     tensor: int = Field(1, ge=1, description="axis that heads and hidden units are sharded over")
 

@@ -46,10 +46,10 @@ def build(config: Config, folder: Path, *, step: int | None = None) -> Model:
         StartupError: the checkpoint is of another model, cannot be read, or, with `step`, does not exist.
     """
     settings = config.trainer
-    mesh = sharding.create_mesh(settings.mesh.fsdp, settings.mesh.tensor)
+    mesh = sharding.create_mesh(settings.mesh.fsdp, settings.mesh.tensor, data=settings.mesh.data)
     decoder_config = decoder_configs.read(folder)
     try:
-        buckets = row_buckets(settings.microbatch_tokens, settings.max_row_tokens, mesh.shape["fsdp"])
+        buckets = row_buckets(settings.microbatch_tokens, settings.max_row_tokens, sharding.row_shards(mesh))
     except ValueError as error:
         raise ConfigError("trainer", [str(error)]) from error
     if huggingface.has_weights(folder):

@@ -102,7 +102,7 @@ def row_buckets(microbatch_tokens: int, max_row_tokens: int, multiple_of: int = 
 
     Args:
         microbatch_tokens: rows times max_row_tokens stay within it.
-        multiple_of: size of the mesh axis that rows are sharded over.
+        multiple_of: parts that rows are split into over the mesh.
 
     Raises:
         ValueError: not even `multiple_of` rows fit.
@@ -111,7 +111,7 @@ def row_buckets(microbatch_tokens: int, max_row_tokens: int, multiple_of: int = 
     if most < 1:
         raise ValueError(
             f"trainer.microbatch_tokens is {microbatch_tokens}, must be at least {multiple_of * max_row_tokens}:"
-            f" {multiple_of} rows, one for each device along fsdp, of {max_row_tokens} tokens"
+            f" {multiple_of} rows, one for each part of the mesh along data and fsdp, of {max_row_tokens} tokens"
         )
     powers = [1 << exponent for exponent in range(most.bit_length())]
     return tuple(multiple_of * count for count in sorted({*powers, most}))

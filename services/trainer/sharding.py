@@ -1,7 +1,7 @@
 """Which axis of the mesh each array is sharded over; the only place that says so.
 
-The mesh has two axes: `fsdp` splits batches by rows and parameters by hidden units, `tensor` splits heads, feed-forward
-units and words.
+The mesh has three axes: `data` splits batches by rows and repeats parameters, `fsdp` splits batches by rows and
+parameters by hidden units, `tensor` splits heads, feed-forward units and words.
 """
 
 from __future__ import annotations
@@ -29,20 +29,29 @@ _MATRICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def create_mesh(fsdp: int = -1, tensor: int = 1) -> Mesh:
-    """The mesh (`fsdp`, `tensor`) over all devices; fsdp -1 takes what tensor leaves.
+def create_mesh(fsdp: int = -1, tensor: int = 1, *, data: int = 1) -> Mesh:
+    """The mesh (`data`, `fsdp`, `tensor`) over all devices; fsdp -1 takes what the others leave.
 
     Raises:
         ConfigError: the devices cannot be laid out so.
     """
     count = jax.device_count()
     if fsdp == -1:
-        fsdp = count // tensor
-    if fsdp < 1 or fsdp * tensor != count:
+        fsdp = count // (data * tensor)
+    if fsdp < 1 or data * fsdp * tensor != count:
         raise ConfigError(
-            "trainer.mesh", [f"fsdp {fsdp} times tensor {tensor} is not the number of devices, {count}; set fsdp to -1"]
+            "trainer.mesh",
+            [
+                f"data {data} times fsdp {fsdp} times tensor {tensor} is not the number of devices, {count};"
+                " set fsdp to -1"
+            ],
         )
-    return jax.make_mesh((fsdp, tensor), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
+    return jax.make_mesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Parts that the rows of a batch are split into."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def parameter_sharding(name: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
@@ -56,8 +65,8 @@ def parameter_sharding(name: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSh
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of [B, T] arrays: rows over fsdp."""
-    return NamedSharding(mesh, PartitionSpec("fsdp"))
+    """Of [B, T] arrays: rows over data and fsdp."""
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -48,28 +48,33 @@ def test_parameters_lie_by_their_name(name: str, shape: tuple[int, ...], expecte
 
 def test_a_mesh_that_the_devices_do_not_make_is_refused():
     count = jax.device_count()
-    assert sharding.create_mesh(-1, 1).shape == {"fsdp": count, "tensor": 1}
+    assert sharding.create_mesh(-1, 1).shape == {"data": 1, "fsdp": count, "tensor": 1}
+    with pytest.raises(ConfigError, match=r"trainer\.mesh: data .* is not the number of devices"):
+        sharding.create_mesh(-1, 1, data=2 * count)
     for fsdp, tensor in [(count, 2), (-1, 2 * count), (count + 1, 1)]:
-        with pytest.raises(ConfigError, match=r"trainer\.mesh: fsdp .* is not the number of devices"):
+        with pytest.raises(ConfigError, match=r"trainer\.mesh: .*fsdp .* is not the number of devices"):
             sharding.create_mesh(fsdp, tensor)
 
 
-# A decoder and the size of the tensor axis. 19 and 23 words, and Llama's one key-value head, are not divided by 2.
+# A decoder and the sizes of the data and the tensor axis. Neither 19 and 23 words nor Llama's one key-value head are
+# divided by 2.
 CASES = {
-    "qwen3, 8 x 1": (replace(QWEN3, num_hidden_layers=1), 1),
-    "qwen3, 4 x 2": (replace(QWEN3, num_hidden_layers=1), 2),
-    "llama, 4 x 2": (replace(LLAMA, num_hidden_layers=1), 2),
+    "qwen3, 1 x 8 x 1": (replace(QWEN3, num_hidden_layers=1), 1, 1),
+    "qwen3, 1 x 4 x 2": (replace(QWEN3, num_hidden_layers=1), 1, 2),
+    "qwen3, 2 x 2 x 2": (replace(QWEN3, num_hidden_layers=1), 2, 2),
+    "qwen3, 8 x 1 x 1": (replace(QWEN3, num_hidden_layers=1), 8, 1),
+    "llama, 1 x 4 x 2": (replace(LLAMA, num_hidden_layers=1), 1, 2),
 }
 
 
 @pytest.mark.timeout(400)
 def test_eight_devices_compute_what_one_does():
     found = steps_on_eight_devices()
-    single = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
-    alone = {shape: one_step(shape, single) for shape in {shape for shape, _ in CASES.values()}}
-    for case, (shape, _) in CASES.items():
+    single = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+    alone = {shape: one_step(shape, single) for shape in {shape for shape, _, _ in CASES.values()}}
+    for case, (shape, data, _) in CASES.items():
         spread, expected = found[case], alone[shape]
-        assert spread["shards"] == 8
+        assert spread["shards"] == 8 // data
         assert spread["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         for kind in ("initial", "gradients", "updated"):
             for name, values in expected[kind].items():
@@ -124,6 +129,8 @@ def one_step(decoder_config: DecoderConfig, mesh: Mesh) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps({case: one_step(shape, sharding.create_mesh(-1, tensor)) for case, (shape, tensor) in CASES.items()})
-    )
+    steps = {
+        case: one_step(shape, sharding.create_mesh(-1, tensor, data=data))
+        for case, (shape, data, tensor) in CASES.items()
+    }
+    print(json.dumps(steps))
