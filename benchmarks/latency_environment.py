@@ -23,9 +23,9 @@ class Latency(Environment):
 
     def __init__(self, mean_s: float = 0.5, sigma: float = 1.0, turns: int = 4):
         """`mean_s` is the mean of a step's seconds, `sigma` the deviation of their logarithm."""
-        if mean_s <= 0 or sigma < 0 or turns < 1:
-            raise ValueError("mean_s must be above 0, sigma 0 or more, turns 1 or more")
-        self._mu = math.log(mean_s) - sigma**2 / 2
+        if mean_s < 0 or sigma < 0 or turns < 1:
+            raise ValueError("mean_s and sigma must be 0 or more, turns 1 or more")
+        self._mu = math.log(mean_s) - sigma**2 / 2 if mean_s else -math.inf
         self._sigma = sigma
         self._turns_left = turns
         self._latency_s = 0.0

@@ -112,7 +112,8 @@ def _message(entry: dict[str, Any]) -> pb.Message:
         raise BadRequest(f"role {entry['role']!r} is not one of {sorted(_ROLES)}")
     message = pb.Message(role=_ROLES[entry["role"]], tool_call_id=entry.get("tool_call_id") or "")
     content = entry.get("content") or []
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for part in parts:
         if part["type"] == "text":
             message.content += part["text"]
         elif part["type"] == "image_url":

@@ -36,6 +36,7 @@ class Cluster:
         (folder / "redis").mkdir()
         self.redis_url, self.redis = stack.enter_context(processes.redis_server(folder / "redis"))
         engines, environment = [processes.free_port() for _ in versions], processes.free_port()
+        environment_metrics = processes.free_port()
         self.config = settings(
             folder,
             redis__url=self.redis_url,
@@ -56,10 +57,11 @@ class Cluster:
             processes.service(
                 "envs",
                 *("--config", str(self.run_file), "--environment", "guess_number"),
-                *("--listen", f"127.0.0.1:{environment}"),
+                *("--listen", f"127.0.0.1:{environment}", "--metrics-listen", f"127.0.0.1:{environment_metrics}"),
             ),
             environment,
         )
+        self.environment.metrics = f"http://127.0.0.1:{environment_metrics}/metrics"
         self.client = stream.connect(self.redis_url, timeout_s=5)
         self.streams = stream.Streams(
             self.client, self.config.run.id, claim_timeout_s=self.config.rollout.claim_timeout_s
@@ -86,11 +88,11 @@ class Cluster:
         processes.wait_until(lambda: processes.listening(port), timeout_s=30, process=process)
         return process
 
-    async def issue(self, count, *, held=False):
+    async def issue(self, count, *, held=False, first=0):
         """Issues tickets; the engine holds what is sampled for them until `release`, where so asked."""
         await self.streams.open()
-        tasks = [task(number, min_policy_version=int(held)) for number in range(count)]
-        await self.streams.issue(tasks, first_sequence=0)
+        tasks = [task(number, min_policy_version=int(held)) for number in range(first, first + count)]
+        await self.streams.issue(tasks, first_sequence=first)
 
     async def release(self):
         """The engine has the weights that held tickets wait for."""
@@ -116,10 +118,10 @@ class Cluster:
         return groups
 
 
-def metric(process, name):
-    """Value of headrace_rollout_<name> in a gateway's metrics; 0 where it has none yet."""
+def metric(process, name, *, service="rollout"):
+    """Value of headrace_<service>_<name> in a process's metrics; 0 where it has none yet."""
     with urllib.request.urlopen(process.metrics, timeout=5) as response:
         for line in response.read().decode().splitlines():
-            if line.startswith(f"headrace_rollout_{name} "):
+            if line.startswith(f"headrace_{service}_{name} "):
                 return float(line.rpartition(" ")[2])
     return 0.0

@@ -1,4 +1,4 @@
-"""What failed has a name, in the trajectory and in the metrics; a wrong answer is no failure. And places are counted."""
+"""What failed has a name, in the trajectory and in the metrics; a wrong answer is no failure. Places are counted."""
 
 import asyncio
 import functools
