@@ -20,6 +20,7 @@ from headrace.security import PLAIN, Security
 from services.rollout.sample import Sample
 from services.rollout.window import Load
 
+CONNECT_S = 10.0  # a host that is gone without a word would else be tried until the call's deadline
 _KEEPALIVE_S = 3.0  # below the 5 s after which an engine's server cuts an idle connection
 _HEADERS = {"Content-Type": "application/json"}
 
@@ -58,7 +59,8 @@ class HttpError(Exception):
 class Http:
     """The gateway's connections to engines. Use it as an async context manager."""
 
-    def __init__(self, secured: Security = PLAIN):
+    def __init__(self, secured: Security = PLAIN, *, connect_s: float = CONNECT_S):
+        self._connect_s = connect_s
         self.scheme = "https" if secured.tls else "http"
         self._security = secured
         self._tls = secured.client_context() or True  # aiohttp's word for the default
@@ -68,7 +70,7 @@ class Http:
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=self._tls),
-            timeout=aiohttp.ClientTimeout(total=None),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
             headers=self._headers,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             cookie_jar=aiohttp.DummyCookieJar(),

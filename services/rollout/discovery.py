@@ -142,6 +142,10 @@ class Discovery:
         except (aiohttp.ClientError, OSError, TimeoutError):
             self._tell(engine, await self._http.diagnose(engine.root))
             return False
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
+            # An engine may talk nonsense of itself and still answer calls; each reply to those is checked.
+            self._tell(engine, f"what it says of its load cannot be read: {type(error).__name__}: {str(error)[:200]}")
+            return True
         self._told.pop(engine, None)
         if load is not None:
             engine.observe(load, asked_at=running)

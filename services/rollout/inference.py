@@ -7,7 +7,7 @@ can mend:
     reply                                    what happens
     200                                      checked; an inconsistent body counts as a failure
     200 that the engine aborted              its tokens are kept, an engine goes on from them; without any, a failure
-    503, 429, connection refused             another engine, or later; no failure of the action's, but of the engine's
+    503, 429, no connection                  another engine, or later; no failure of the action's, but of the engine's
     500, cut or silent connection, garbage   again, elsewhere if there is an elsewhere; a failure
     other 4xx                                EngineError at once: the request is wrong
 
@@ -32,7 +32,7 @@ from headrace.security import PLAIN, Security
 from headrace.v1 import trajectory_pb2 as pb
 from services.rollout import lookup, metrics
 from services.rollout.circuit import CircuitLimits
-from services.rollout.dialect import Call, Dialect, Http, HttpError, Reply
+from services.rollout.dialect import CONNECT_S, Call, Dialect, Http, HttpError, Reply
 from services.rollout.discovery import Discovery
 from services.rollout.engine import Engine
 from services.rollout.router import Place, Route, Router
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 2.0
 _ABORT_TIMEOUT_S = 2.0
+_TIMER_SLACK_S = 0.01  # timers may ring a little early, and the circuit would still be open
 
 
 class EngineError(Exception):
@@ -124,11 +125,12 @@ class Engines:
         resolve: Callable[[str], Awaitable[frozenset[str]]] = lookup.resolve,
         lookup_period_s: float = 5.0,
         security: Security = PLAIN,
+        connect_s: float = CONNECT_S,
     ):
         self.vocabulary_size = vocabulary_size
         self.router = Router(affinity=affinity)
         self._dialect = dialect or Sglang()
-        self._http = Http(security)
+        self._http = Http(security, connect_s=connect_s)
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._discovery = Discovery(
@@ -258,7 +260,7 @@ class Engines:
                 outcome = "refused"
                 raise EngineError(f"{engine.url} refused the request with {error.status}: {error.message}") from error
             raise _Failed(outcome, str(error)) from error
-        except aiohttp.ClientConnectorError as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             outcome = "unavailable"
             raise _Unavailable from error
         except TimeoutError as error:
@@ -296,7 +298,7 @@ class Engines:
                 circuit.until_s - loop.time(),
                 outcome,
             )
-            loop.call_at(circuit.until_s, self.router.dispatch)
+            loop.call_at(circuit.until_s + _TIMER_SLACK_S, self.router.dispatch)
 
     def _abort(self, engine: Engine, rid: str) -> None:
         """Frees the engine of a request that nobody waits for, if it can be told; the caller does not wait."""

@@ -23,13 +23,18 @@ _ROOMY, _FULL = 0.8, 0.95  # share of the key-value cache that running requests 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What an engine says of itself."""
+    """What an engine says of itself. Raises ValueError when that cannot be."""
 
     policy_version: int | None
     running: int
     waiting: int
     kv_used: float  # share of the key-value cache, 0 to 1
     retracted: int = 0  # requests that lost their place in the cache, since the engine's start
+
+    def __post_init__(self) -> None:
+        counts = (self.policy_version or 0, self.running, self.waiting, self.retracted)
+        if any(type(count) is not int or count < 0 for count in counts) or not 0 <= self.kv_used < math.inf:
+            raise ValueError(f"no engine fares like this: {self}"[:300])
 
 
 @dataclasses.dataclass(frozen=True)
