@@ -1,8 +1,6 @@
 """services.envs.python_tool: code runs in a sandbox that keeps its variables; only the right answer earns."""
 
 import json
-import os
-import signal
 
 import grpc
 import pytest
@@ -13,7 +11,7 @@ from services.envs import catalog
 from services.envs.environment import ToolCall, assistant
 from services.envs.python_tool import KINDS, PythonTool, is_right
 from tests.envs.conversation import DEMONSTRATION, Conversation, answer, play, reset, say, serving
-from tests.envs.sandbox.strengths import jails, namespaces_allowed
+from tests.envs.sandbox.strengths import kill_jails, namespaces_allowed
 
 MONTY = {"strength": "monty"}
 STRENGTHS = [
@@ -167,8 +165,7 @@ async def test_a_sandbox_that_dies_costs_the_episode_and_no_reward():
         conversation = Conversation(stub)
         await conversation.send(reset("python_tool"))
         await conversation.send(calls("x = 1"))
-        for process in jails():
-            os.kill(process, signal.SIGKILL)
+        await kill_jails()
         code, details = await conversation.refusal(calls("print(x)"))
         assert code == grpc.StatusCode.INTERNAL and "SandboxError" in details
         other = Conversation(stub)

@@ -1,7 +1,6 @@
 """What every sandbox keeps: state within the episode, files, limits on how many are open, nothing left behind."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,15 @@ from services.envs.sandbox.choice import Choice, verified
 from services.envs.sandbox.hazards import Strength
 from services.envs.sandbox.process import ProcessSandboxes
 from services.envs.sandbox.sandbox import Code, Command, Ending, Limits, SandboxError
-from tests.envs.sandbox.strengths import EACH_WAY, EACH_WAY_WITH_COMMANDS, LIMITS, children, jails, running, sandboxes
+from tests.envs.sandbox.strengths import (
+    EACH_WAY,
+    EACH_WAY_WITH_COMMANDS,
+    LIMITS,
+    children,
+    kill_jails,
+    running,
+    sandboxes,
+)
 
 DEADLINE_S = 60.0
 
@@ -143,8 +150,7 @@ async def test_monty_says_what_it_cannot():
 async def test_a_sandbox_that_dies_is_an_infrastructure_failure():
     async with sandboxes("namespaces").open() as sandbox:
         assert isinstance(sandbox, supervised.Supervised)
-        for process in jails():
-            os.kill(process, signal.SIGKILL)
+        await kill_jails()
         with pytest.raises(SandboxError, match=r"does not answer|takes no request"):
             await sandbox.run(Code("print(1)"), deadline_s=DEADLINE_S)
 
