@@ -28,7 +28,7 @@ from tau2.evaluator.evaluator_env import EnvironmentEvaluator
 
 from services.envs import answer_form, environment
 from services.envs.environment import Action, Message, Task, TimeStep, Tool, assistant, user
-from services.envs.examination import called_with
+from services.envs.schema import json_object
 from services.envs.tools import BoundTool, ToolEnvironment, ToolError, tool
 
 logger.disable("tau2")  # it tells every answer of every tool, at length
@@ -108,7 +108,7 @@ class CustomerService(ToolEnvironment):
         function = offered.openai_schema["function"]
 
         async def run(arguments_json: str) -> str:
-            return self._call(function["name"], called_with(arguments_json))
+            return self._call(function["name"], json_object(arguments_json))
 
         record = Tool(
             name=function["name"],

@@ -19,7 +19,6 @@ from services.envs import verifier as verifiers
 from services.envs.environment import Message, Task, TimeStep
 from services.envs.http_client import HttpClient
 from services.envs.judge import Judge
-from services.envs.schema import ArgumentError
 from services.envs.tools import ToolEnvironment
 
 
@@ -44,7 +43,7 @@ class Examination(ToolEnvironment):
             verifier: its name; empty: "exact", unless there is a judge.
             judge: arguments of Judge; the reward is its judgement then.
             turns: actions, after which an episode without an answer is worth 0; empty: as many as the gateway allows.
-            timeout_s: for one HTTP request, of a judge or a tool.
+            timeout_s: for one HTTP request, of a judge or a tool; for one search of a regex.
             attempts: at one such request.
             max_concurrent_requests: of all episodes of this server.
         """
@@ -56,7 +55,9 @@ class Examination(ToolEnvironment):
         self.splits = {split: len(members) for split, members in self._tasks.items()}
         self.max_turns = turns
         self._judge = None if judge is None else Judge(**judge)
+        self._verifier = verifier
         self._verify = verifiers.find(verifier or "exact")
+        self._timeout_s = timeout_s
         if judge is None:
             for members in self._tasks.values():
                 for task in members:
@@ -81,22 +82,14 @@ class Examination(ToolEnvironment):
 
     async def _reward(self, answer: str) -> float:
         """Raises verifier.NoJudgement."""
+        if self._judge is None and self._verifier == "regex":
+            arguments = (answer, self._task["expected"])
+            return float(await self.blocking(verifiers.matches, *arguments, timeout_s=self._timeout_s))
         if self._judge is None:
             return await self._verify(answer, self._task)
         expected = self._task.get("expected", "")
         reference = expected if isinstance(expected, str) else json.dumps(expected)
         return await self._judge.reward(self.shared, self._task["prompt"], answer, reference)
-
-
-def called_with(arguments_json: str) -> dict[str, Any]:
-    """The arguments of a call to a tool that checks them itself. Raises ArgumentError for what is no JSON object."""
-    try:
-        arguments = json.loads(arguments_json or "{}")
-    except (ValueError, RecursionError):
-        raise ArgumentError("the arguments are not JSON") from None
-    if not isinstance(arguments, dict):
-        raise ArgumentError("the arguments must be a JSON object")
-    return arguments
 
 
 @functools.lru_cache(maxsize=8)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from services.envs.environment import Tool
-from services.envs.examination import Examination, called_with
+from services.envs.examination import Examination
 from services.envs.http_client import Reply
+from services.envs.schema import json_object
 from services.envs.tools import BoundTool, ToolError
 
 Method = Literal["GET", "POST"]
@@ -62,7 +63,7 @@ class HttpTools(Examination):
 
     def _tool(self, endpoint: Endpoint) -> BoundTool:
         async def run(arguments_json: str) -> str:
-            return self._shown(await self._call(endpoint, called_with(arguments_json)))
+            return self._shown(await self._call(endpoint, json_object(arguments_json)))
 
         schema = json.dumps(endpoint.parameters)
         return BoundTool(Tool(name=endpoint.name, description=endpoint.description, parameters_json=schema), run)

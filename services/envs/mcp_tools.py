@@ -19,7 +19,8 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from services.envs.environment import Task, TimeStep, Tool
-from services.envs.examination import Examination, called_with
+from services.envs.examination import Examination
+from services.envs.schema import json_object
 from services.envs.tools import BoundTool, ToolError
 
 
@@ -159,7 +160,7 @@ class McpTools(Examination):
     def _tool(self, offered: types.Tool) -> BoundTool:
         async def run(arguments_json: str) -> str:
             assert self._session is not None
-            return self._shown(await self._session.call(offered.name, called_with(arguments_json)))
+            return self._shown(await self._session.call(offered.name, json_object(arguments_json)))
 
         schema = json.dumps(offered.inputSchema)
         return BoundTool(Tool(name=offered.name, description=offered.description or "", parameters_json=schema), run)

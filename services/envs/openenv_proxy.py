@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI, WebSocketException
 
+from services.envs import marked_answer
 from services.envs.environment import Action, Environment, Task, TimeStep, task_random, user
 
 ActionType = Literal["text", "integer", "number"]
@@ -147,9 +148,8 @@ class OpenEnv(Environment):
         """Raises RefusedAction."""
         if self._action_field:
             return {self._action_field: text.strip() if self._action_type == "text" else self._number(text)}
-        fenced = re.findall(r"```(?:json)?\s*\n(.*?)```", text, re.DOTALL)
         try:
-            action = json.loads(fenced[-1] if fenced else text)
+            action = json.loads(marked_answer.in_fence(text))
         except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):
@@ -158,11 +158,11 @@ class OpenEnv(Environment):
 
     def _number(self, text: str) -> float:
         if self._action_type == "integer":
-            found = re.findall(r"-?\d+", text)
+            found = re.findall(r"-?[0-9]+", text)
             if found:
                 return int(found[-1][:18])
         else:
-            found = re.findall(r"-?\d+(?:\.\d+)?", text)
+            found = re.findall(r"-?[0-9]+(?:\.[0-9]+)?", text)
             if found:
                 return float(found[-1][:18])
         raise RefusedAction(f"reply with {'a whole' if self._action_type == 'integer' else 'a'} number.")

@@ -24,7 +24,7 @@ from typing import Any
 
 from reasoning_gym import factory
 
-from services.envs import answer_form
+from services.envs import answer_form, marked_answer
 from services.envs.environment import Action, Environment, Message, Task, TimeStep, assistant, task_random, user
 
 MAX_ANSWER_CHARACTERS = 20_000
@@ -121,8 +121,8 @@ class Reasoning(Environment):
     def _answer(self, text: str) -> str | None:
         if not self._tag:
             return text.strip()
-        found = re.findall(rf"<{self._tag}>(.*?)</{self._tag}>", text, re.DOTALL)
-        return found[-1].strip() if found else None
+        answer = marked_answer.in_tag(text, self._tag)
+        return None if answer is None else answer.strip()
 
 
 @functools.lru_cache(maxsize=256)

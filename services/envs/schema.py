@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import re
 import types
 import typing
@@ -62,13 +63,26 @@ class Parameters:
 
     def bind(self, arguments_json: str) -> dict[str, Any]:
         """The keyword arguments of a call. Raises ArgumentError."""
-        try:
-            arguments = json.loads(arguments_json or "{}")
-        except (ValueError, RecursionError):
-            raise ArgumentError("the arguments are not JSON") from None
-        if not isinstance(arguments, dict):
-            raise ArgumentError("the arguments must be a JSON object")
-        return _named_values(self._fields, arguments, "argument ")
+        return _named_values(self._fields, json_object(arguments_json), "argument ")
+
+
+def json_object(arguments_json: str) -> dict[str, Any]:
+    """A call's arguments, before any check of their types. Raises ArgumentError for what is no JSON object."""
+    try:
+        arguments = json.loads(arguments_json or "{}", parse_constant=_refuse)
+        # JSON can write halves of characters, which no message and no file name can hold.
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ArgumentError("the arguments hold a lone surrogate, which is no text") from None
+    except (ValueError, RecursionError):
+        raise ArgumentError("the arguments are not JSON") from None
+    if not isinstance(arguments, dict):
+        raise ArgumentError("the arguments must be a JSON object")
+    return arguments
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _hints(of: Any, name: str) -> dict[str, Any]:
@@ -226,9 +240,12 @@ def _scalar(kind: type, value: Any, where: str) -> Any:
     if not fits:
         raise ArgumentError(f"{where} must be {article} {_SCALARS[kind]}, not {_shown(value)}")
     try:
-        return kind(value)
+        converted = kind(value)
     except OverflowError:
-        raise ArgumentError(f"{where} is too large") from None
+        converted = math.inf
+    if converted in (math.inf, -math.inf):
+        raise ArgumentError(f"{where} is too large")
+    return converted
 
 
 def _shown(value: Any) -> str:

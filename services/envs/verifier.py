@@ -2,7 +2,7 @@
 
     exact            the answer, without the space around it, is `expected`
     regex            `expected` is found in the answer
-    json             the answer is a JSON value, in a code fence or not, that equals `expected`
+    json             the answer is a JSON value, in a code fence or not, that equals `expected`; no name occurs twice
     module:function  called with the answer and the task, or awaited: a number, a bool, or None for "no judgement"
 
 A verifier evaluates nothing that a model wrote.
@@ -16,6 +16,8 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from services.envs import marked_answer
 
 Verifier = Callable[[str, Mapping[str, Any]], Awaitable[float]]
 
@@ -55,18 +57,30 @@ def _exact(answer: str, expected: Any) -> bool:
     return answer.strip() == str(expected).strip()
 
 
-def _regex(answer: str, expected: Any) -> bool:
+def matches(answer: str, expected: str) -> bool:
+    """Whether the pattern is found. Some patterns take for ever: not for the event loop."""
     return re.search(expected, answer) is not None
 
 
 def _json(answer: str, expected: Any) -> bool:
-    fenced = re.findall(r"```(?:json)?\s*\n(.*?)```", answer, re.DOTALL)
     try:
-        given = json.loads(fenced[-1] if fenced else answer)
+        given = json.loads(marked_answer.in_fence(answer), object_pairs_hook=_object, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return False
     # As text, for in Python True equals 1.
     return _canonical(given) == _canonical(expected)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for a name that occurs twice: an answer must not say two things."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _canonical(value: Any) -> str:
@@ -90,4 +104,4 @@ def _custom(name: str) -> Verifier:
     return verify
 
 
-_VERIFIERS: dict[str, Callable[[str, Any], bool]] = {"exact": _exact, "regex": _regex, "json": _json}
+_VERIFIERS: dict[str, Callable[[str, Any], bool]] = {"exact": _exact, "regex": matches, "json": _json}

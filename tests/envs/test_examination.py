@@ -1,7 +1,9 @@
 """services.envs.examination and its verifiers: tasks from a run's config, through a real server."""
 
+import asyncio
 import functools
 import json
+import math
 
 import grpc
 import pytest
@@ -26,6 +28,7 @@ CASES = [
     ("json", {"a": [1, True]}, '{"a": [1, true]}', '{"a": [1, 1]}'),
     ("json", [1], "so:\n```json\n[1]\n```", "[1, 2]"),
     ("json", None, "null", "[" * 100_000),
+    ("json", {"a": 1}, '{"a": 1}', '{"a": 2, "a": 1}'),
     (f"{__name__}:judged_later", None, "yes", "no"),
 ]
 
@@ -46,6 +49,16 @@ async def test_a_function_that_gives_no_judgement_fails_the_episode():
         assert (await play(stub, reset("exam"), lambda _: say("ab")))[-1].reward == 0.5
         code, details = await Conversation(stub).refusal(reset("exam"), say("?"))
     assert code == grpc.StatusCode.INTERNAL and "gave no judgement" in details
+
+
+async def test_a_pattern_that_takes_for_ever_fails_the_episode_and_stops_nobody_else():
+    tasks = [{"prompt": "?", "expected": "^(a+)+$"}]
+    options = {"tasks": tasks, "verifier": "regex", "timeout_s": 2}
+    async with serving({"exam": functools.partial(Examination, **options)}) as (stub, _):
+        endless = asyncio.create_task(Conversation(stub).refusal(reset("exam"), say("a" * 60 + "!")))
+        assert (await play(stub, reset("exam"), lambda _: say("aaa")))[-1].reward == 1.0
+        code, details = await endless
+    assert code == grpc.StatusCode.INTERNAL and "matches took longer than 2 s" in details
 
 
 async def test_a_file_s_tasks_are_taken_by_split_and_index(tmp_path):
@@ -84,6 +97,11 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     path.write_text('{"prompt": "?"\n')
     with pytest.raises(ValueError, match="is not JSON"):
         Examination(tasks=str(path))
+
+
+@pytest.mark.parametrize("text", ["NaN", "[Infinity]", "9" * 5000])
+async def test_what_is_no_json_is_not_right(text):
+    assert await verifiers.find("json")(text, {"expected": math.nan}) == 0.0
 
 
 async def test_a_verifier_evaluates_nothing(tmp_path):

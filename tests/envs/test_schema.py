@@ -117,6 +117,10 @@ def test_arguments_come_as_their_types():
         ({"on": 1}, "argument on must be a boolean, not 1"),
         ({"share": "x" * 200}, 'argument share must be a number, not "xxx'),
         ({"share": 10**400}, "argument share is too large"),
+        ({"share": float("inf")}, "not JSON"),
+        ({"share": float("nan")}, "not JSON"),
+        ({"mode": "\ud800"}, "lone surrogate"),
+        ({"\udfff": 1}, "lone surrogate"),
         ({"rows": {}}, "argument rows must be an array, not {}"),
         ({"rows": [{"a": 1}, {"b": "1"}]}, 'argument rows[1].b must be an integer, not "1"'),
         ({"mode": True}, 'argument mode must be one of ["fast", 3], not true'),
@@ -138,6 +142,12 @@ def test_what_does_not_fit_is_said(changed, says):
 @pytest.mark.parametrize("text", ["{", "[1]", "null", "NaN", "[" * 100_000])
 def test_what_is_no_object_is_said(text):
     with pytest.raises(ArgumentError, match=r"not JSON|must be a JSON object"):
+        Parameters(example).bind(text)
+
+
+def test_a_number_that_no_float_holds_is_said():
+    text = json.dumps({**GIVEN, "share": 0}).replace('"share": 0', '"share": 1e999')
+    with pytest.raises(ArgumentError, match="argument share is too large"):
         Parameters(example).bind(text)
 
 
