@@ -152,14 +152,13 @@ async def malformed_action(subject: Subject) -> None:
     episode, first = await subject.begin()
     await episode.end()
     names = [tool.name for tool in first.tools]
-    calls = [
-        ToolCall(id="call_0", name=name, arguments_json=text) for name in names for text in ("{}", '{"_": [null]}')
-    ]
+    odd = ("{}", '{"_": [null]}', '{"\\ud800": "\\ud800"}')
+    calls = [ToolCall(id="call_0", name=name, arguments_json=text) for name in names for text in odd]
     wrong = [
         act(malformed=["no JSON at character 3", '"name" must be a string']),
         act(tool_calls=[ToolCall(id="call_0", name="no_such_tool", arguments_json="{}")]),
         *(act(tool_calls=[call]) for call in calls),
-        *(act(content) for content in ("", "\0", "🙂" * 100, "<tool_call>{", "x" * 100_000)),
+        *(act(content) for content in ("", "\0", "🙂" * 100, "<tool_call>{", "x" * 100_000, "9" * 10_000)),
     ]
     for request in wrong:
         episode, _ = await subject.begin()

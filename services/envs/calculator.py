@@ -21,6 +21,7 @@ from services.envs.environment import (
     tool_answer,
     user,
 )
+from services.envs.schema import ArgumentError, json_object
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -92,7 +93,10 @@ class Calculator(Environment):
         return assistant("", ToolCall(id="call_0", name=CALCULATE.name, arguments_json=arguments))
 
     def _call(self, call: ToolCall) -> str:
-        arguments = json.loads(call.arguments_json)
+        try:
+            arguments = json_object(call.arguments_json)
+        except ArgumentError:
+            return ERROR
         expression = arguments.get("expression")
         if call.name != CALCULATE.name or len(arguments) != 1 or not isinstance(expression, str):
             return ERROR

@@ -145,7 +145,8 @@ def _failure(outcome: Outcome, deadline_s: float) -> str:
         Ending.SCRATCH: "the code was stopped: it wrote too many files",
         Ending.LOST: "the sandbox was stopped for what the code took, and is gone",
     }[outcome.ending]
-    lost = "\n(the interpreter was started again: variables are gone)" if outcome.state_lost else ""
+    again = outcome.state_lost and outcome.ending is not Ending.LOST
+    lost = "\n(the interpreter was started again: variables are gone)" if again else ""
     printed = outcome.stdout[:2000]
     return f"{printed}{reason}{lost}"
 

@@ -175,9 +175,14 @@ async def _answered(call: ToolCall, tools: Mapping[str, BoundTool]) -> Message:
     if call.name not in tools:
         return tool_answer(call, f"error: no tool {call.name!r}, but {', '.join(tools) or 'none'}")
     try:
-        return tool_answer(call, _text(await tools[call.name].run(call.arguments_json)))
+        return tool_answer(call, _readable(_text(await tools[call.name].run(call.arguments_json))))
     except (ToolError, ArgumentError) as error:
-        return tool_answer(call, f"error: {error}")
+        return tool_answer(call, _readable(f"error: {error}"))
+
+
+def _readable(text: str) -> str:
+    """The text without lone surrogates, which a message cannot hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _text(result: Any) -> str:

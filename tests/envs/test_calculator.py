@@ -93,6 +93,13 @@ async def test_calls_that_are_none_are_answered():
     assert result.metrics == {"calls": 4, "failed_calls": 3} and not result.ended
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"expression": "\\ud800"}', '{"expression": NaN}'])
+async def test_arguments_that_are_none_are_answered(text):
+    environment, _ = await started()
+    result = await step(environment, "", ToolCall(id="call_0", name="calculate", arguments_json=text))
+    assert [message.content for message in result.messages] == ["error"] and not result.ended
+
+
 async def test_turns_used_up_end_with_reward_0():
     environment, _ = await started(turns=2)
     assert not (await step(environment, "", call("1+1"))).ended

@@ -47,6 +47,11 @@ async def test_a_capital_counts_alone_and_in_any_case():
     assert (await ask(environment, 1, lambda q: " ".join(CAPITALS.values())))[1] == 0.0
 
 
+@pytest.mark.parametrize("answer", ["9" * 5000, "٩" * 3, ""])
+async def test_a_number_of_any_length_or_script_is_an_answer_and_a_wrong_one(answer):
+    assert (await ask(ShortAnswer(kinds=["sum"]), 1, lambda _: answer))[1] == 0.0
+
+
 async def test_the_same_seed_asks_the_same_and_seeds_differ():
     questions = [(await ask(ShortAnswer(), seed, str))[0] for seed in (*range(20), *range(20))]
     assert questions[:20] == questions[20:]

@@ -126,6 +126,7 @@ async def test_wrong_calls_are_answered_and_the_right_ones_still_run():
             call("look", name="a"),
             call("refuse"),
             ToolCall(name="look", arguments_json="{"),
+            ToolCall(name="look", arguments_json='{"\\ud800": 1}'),
             malformed=["not JSON at character 3"],
         )
     )
@@ -135,10 +136,11 @@ async def test_wrong_calls_are_answered_and_the_right_ones_still_run():
         json.dumps({"name": "a", "price": shop.price}),
         "error: we have none",
         "error: the arguments are not JSON",
+        "error: the arguments hold a lone surrogate, which is no text",
         "error: not JSON at character 3",
     ]
     assert {message.role for message in step.messages} == {"tool"}
-    assert step.metrics == {"calls": 6, "failed_calls": 5}
+    assert step.metrics == {"calls": 7, "failed_calls": 6}
 
 
 async def test_a_bug_costs_the_episode_and_leaves_no_call_running():

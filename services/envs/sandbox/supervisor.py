@@ -261,6 +261,8 @@ class Supervisor:
             self._write_all(request["files"])
         except OSError as error:
             return {"refused": error.strerror or "it does not fit"}
+        except ValueError:
+            return {"refused": "the path is no name of a file"}
         return {}
 
     def _write_all(self, files):
