@@ -67,8 +67,8 @@ class Cluster:
             self.client, self.config.run.id, claim_timeout_s=self.config.rollout.claim_timeout_s
         )
 
-    def gateway(self, name="gateway-0"):
-        """A running gateway, and its address."""
+    def gateway(self, name="gateway-0", *options):
+        """A running gateway, and its address; `options` are further ones of its command line."""
         port, metrics = processes.free_port(), processes.free_port()
         process = self._start(
             name,
@@ -76,6 +76,7 @@ class Cluster:
                 "rollout",
                 *("--config", str(self.run_file), "--name", name),
                 *("--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics}"),
+                *options,
             ),
             port,
         )

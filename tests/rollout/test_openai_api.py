@@ -18,8 +18,10 @@ from services.rollout.openai_api import OpenAiServer
 from services.rollout.scheduler import Scheduler
 from services.rollout.sessions import Agents
 from services.rollout.slots import Slots
+from tests import processes
 from tests.engine_script import Script
 from tests.rollout import rig
+from tests.rollout.cluster import Cluster
 from tests.rollout.episodes import ids, outcome
 from tests.rollout.rig import VOCABULARY_SIZE, task
 from tests.rollout.scripted_environment import ScriptedEnvironment, turns
@@ -288,3 +290,26 @@ async def test_a_demonstration_and_a_waiting_group_end(start):
     causes = sorted(trajectory.cause for group in groups for trajectory in group.trajectories)
     assert causes == ["refused", "straggler", "straggler"]
     assert not any(records.is_trainable(trajectory) for group in groups for trajectory in group.trajectories)
+
+
+async def test_a_gateway_process_serves_agents(tmp_path):
+    with contextlib.ExitStack() as stack:
+        agents = {"driver": "external"}
+        run = Cluster(tmp_path, stack, script={"tokens": "random"}, environments__agents=agents)
+        with pytest.raises(RuntimeError, match="environments.agents.driver: is external"):
+            run.gateway("gateway-1")
+        port = processes.free_port()
+        run.gateway("gateway-0", "--openai-listen", f"127.0.0.1:{port}")
+        await run.streams.open()
+        await run.streams.issue([ticket()], first_sequence=0)
+        async with aiohttp.ClientSession() as http:
+            for reward in (0.0, 1.0):
+                async with http.post(f"http://127.0.0.1:{port}/sessions", json={"wait_s": 60}) as response:
+                    session = await response.json()
+                async with openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
+                    await client.chat.completions.create(model="policy", messages=[GUESS])
+                path = f"http://127.0.0.1:{port}/sessions/{session['id']}/reward"
+                async with http.post(path, json={"reward": reward}) as response:
+                    assert response.status == 200
+        (group,) = await run.groups(1)
+    assert sorted(records.total_reward(trajectory) for trajectory in group.trajectories) == [0.0, 1.0]
