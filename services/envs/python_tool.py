@@ -103,7 +103,7 @@ class PythonTool(ToolEnvironment):
             outcome = await self._sandbox.run(Code(code), deadline_s=self._deadline_s)
         self._printed = outcome.stdout.strip()
         if not outcome.succeeded:
-            raise ToolError(_failure(outcome, self._deadline_s))
+            raise ToolError(failure(outcome, self._deadline_s))
         return outcome.stdout.rstrip("\n")
 
     async def step(self, action: Action) -> TimeStep:
@@ -136,7 +136,7 @@ def is_right(text: str, answer: int | str) -> bool:
     return bool(numbers) and Fraction(numbers[-1]) == answer
 
 
-def _failure(outcome: Outcome, deadline_s: float) -> str:
+def failure(outcome: Outcome, deadline_s: float) -> str:
     """What went wrong, as the policy reads it: what was printed, then the error."""
     reason = {
         Ending.EXITED: outcome.stderr.strip() or f"the code exited with status {outcome.exit_status}",

@@ -9,7 +9,8 @@ from headrace.v1 import environment_service_pb2 as pb
 from headrace.v1 import trajectory_pb2
 from services.envs import catalog
 from services.envs.environment import ToolCall, assistant
-from services.envs.python_tool import KINDS, PythonTool, is_right
+from services.envs.python_tool import KINDS, PythonTool, failure, is_right
+from services.envs.sandbox.sandbox import Ending, Outcome
 from tests.envs.conversation import DEMONSTRATION, Conversation, answer, play, reset, say, serving
 from tests.envs.sandbox.strengths import kill_jails, namespaces_allowed
 
@@ -171,3 +172,12 @@ async def test_a_sandbox_that_dies_costs_the_episode_and_no_reward():
         other = Conversation(stub)
         await other.send(reset("python_tool"))
         assert (await other.send(calls("print(1)"))).messages[0].content == "1"
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_every_ending_is_told(ending):
+    outcome = Outcome("so far\n", "", None, ending, state_lost=ending is not Ending.EXITED)
+    told = failure(outcome, 5)
+    assert told.startswith("so far\nthe ")
+    # A sandbox that is gone stays gone.
+    assert ("started again" in told) == (ending not in (Ending.EXITED, Ending.LOST))

@@ -8,12 +8,12 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
 
 from services.envs.sandbox import jail
+from services.envs.sandbox import scratch as scratches
 from services.envs.sandbox.sandbox import Limits, Sandbox, SandboxError, Sandboxes
 from services.envs.sandbox.supervised import Supervised
 
@@ -51,7 +51,7 @@ class ProcessSandboxes(Sandboxes):
         async with self._slots:
             scratch = ""
             if self._config["way"] == "landlock":
-                scratch = await asyncio.to_thread(tempfile.mkdtemp, prefix="sandbox-")
+                scratch = await asyncio.to_thread(scratches.make)
             try:
                 async with self._process(scratch) as process:
                     sandbox = Supervised(_Pipes(process), self._limits)
@@ -86,10 +86,8 @@ class ProcessSandboxes(Sandboxes):
 
 
 async def _remove(scratch: str) -> None:
-    # Not Python's rmtree, which gives up on directories that are locked or nested thousands deep.
-    command = 'chmod -R u+rwX "$1"; rm -rf "$1"'
     remover = await asyncio.create_subprocess_exec(
-        "/bin/sh", "-c", command, "sh", scratch, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        *scratches.removal(scratch), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )
     await remover.wait()
 

@@ -19,6 +19,7 @@ from services.envs.sandbox.choice import Choice, verified
 from services.envs.sandbox.hazards import Strength
 from services.envs.sandbox.process import ProcessSandboxes
 from services.envs.sandbox.sandbox import MIB, Limits, Sandboxes
+from tests import processes
 
 LIMITS = Limits(memory_bytes=128 * MIB, processes=12, cpu_s=20, scratch_bytes=4 * MIB, scratch_files=256)
 WAYS = {
@@ -99,8 +100,7 @@ async def kill_jails() -> None:
     assert killed
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    while any(_is_alive(pid) for pid in killed):
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(processes.wait_until, lambda: not any(map(_is_alive, killed)), timeout_s=60)
 
 
 def _is_alive(pid: int) -> bool:

@@ -14,7 +14,7 @@ from services.envs.sandbox import choice, supervised
 from services.envs.sandbox.choice import Choice, verified
 from services.envs.sandbox.hazards import Strength
 from services.envs.sandbox.process import ProcessSandboxes
-from services.envs.sandbox.sandbox import Code, Command, Ending, Limits, SandboxError
+from services.envs.sandbox.sandbox import Code, Command, Ending, Limits, Refused, SandboxError
 from tests.envs.sandbox.strengths import (
     EACH_WAY,
     EACH_WAY_WITH_COMMANDS,
@@ -153,6 +153,30 @@ async def test_a_sandbox_that_dies_is_an_infrastructure_failure():
         await kill_jails()
         with pytest.raises(SandboxError, match=r"does not answer|takes no request"):
             await sandbox.run(Code("print(1)"), deadline_s=DEADLINE_S)
+
+
+class Killed:
+    """The streams of a container that the kernel has killed."""
+
+    async def killed_for_limits(self) -> bool:
+        return True
+
+    async def read(self, size: int) -> bytes:
+        raise EOFError
+
+    async def write(self, data: bytes) -> None:
+        raise BrokenPipeError
+
+
+async def test_a_sandbox_that_is_killed_for_what_the_code_took_is_an_observation_and_stays_lost():
+    sandbox = supervised.Supervised(Killed(), LIMITS)
+    for program in (Code("print(1)"), Command(["ls"])):
+        outcome = await sandbox.run(program, deadline_s=DEADLINE_S)
+        assert (outcome.ending, outcome.exit_status, outcome.state_lost) == (Ending.LOST, None, True)
+        assert not outcome.succeeded and outcome.stdout == outcome.stderr == ""
+    with pytest.raises(Refused, match="has ended"):
+        await sandbox.write_files({"a": b""})
+    assert await sandbox.read_files() == {}
 
 
 HOLDER = """
