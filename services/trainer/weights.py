@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from services.trainer.difference import difference
 from services.trainer.snapshot import Snapshot, take_snapshot
 
 __all__ = ["Snapshot", "WeightStore", "take_snapshot"]
+
+log = logging.getLogger(__name__)
 
 _MOST_RETIRED = 2
 
@@ -116,12 +119,16 @@ class WeightStore:
         self._wake()
 
     async def _delta(self, kept: _Kept, base: Snapshot) -> Shipment:
-        """Encoded once, in a thread, for all who ask."""
+        """Encoded once, in a thread, for all who ask; all of the version when that fails."""
         made = kept.deltas.get(base.policy_version)
         if made is None:
             made = asyncio.ensure_future(asyncio.to_thread(difference, kept.snapshot, base))
             kept.deltas[base.policy_version] = made
-        return await asyncio.shield(made)  # it is others' too
+        try:
+            return await asyncio.shield(made)  # it is others' too
+        except Exception:
+            log.exception("no difference from version %d to %d", base.policy_version, kept.snapshot.policy_version)
+            return kept.shipment
 
     def _wake(self) -> None:
         self._changed.set()

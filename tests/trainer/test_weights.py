@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace import weights
-from services.trainer.weights import WeightStore, take_snapshot
+from services.trainer.weights import Snapshot, WeightStore, take_snapshot
 
 
 def snapshot(version, fill=None):
@@ -79,6 +79,18 @@ async def test_a_base_that_is_kept_gets_the_difference_and_others_all():
             assert [parcel.size_bytes > 0 for parcel in manifest.parcels] == [True, False]
             async with store.lease(7, base) as other:
                 assert other.shipment is lease.shipment  # made once
+
+
+async def test_a_difference_that_cannot_be_made_costs_no_version(caplog):
+    store = WeightStore(kept_versions=2, delta_bases=1)
+    whole = with_first(1, 1)
+    store.publish(Snapshot(whole.manifest, (whole.data[0][:-4], whole.data[1])))  # as if it had lost a number
+    store.publish(with_first(2, 2))
+    for _ in range(2):
+        async with store.lease(2, 1) as lease:
+            assert lease.shipment.size_bytes == 400_012
+            assert not lease.shipment.manifest.HasField("base_policy_version")
+    assert "no difference from version 1 to 2" in caplog.text
 
 
 async def test_differences_can_be_switched_off():
