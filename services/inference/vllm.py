@@ -83,7 +83,13 @@ class VllmServer:
         """
         start_s = time.monotonic()
         folder = (self._folder / f"{version.run_id}-{version.policy_version}").absolute()
-        await asyncio.to_thread(_write, folder, version.tensors)
+        try:
+            await asyncio.to_thread(_write, folder, version.tensors)
+        except OSError as error:
+            raise StartupError(
+                f"version {version.policy_version} cannot be written: {error}; make room, or correct"
+                " inference.vllm.weights_folder"
+            ) from error
         written_s = time.monotonic()
         async with self._lock:
             await self._bring_in(folder, f"{version.run_id}/{version.policy_version}")
@@ -92,7 +98,7 @@ class VllmServer:
             self.held = Version(version.run_id, version.policy_version, version.root_hash, {})
             old, self._held_folder = self._held_folder, folder
         if old is not None and old != folder:
-            await asyncio.to_thread(shutil.rmtree, old)
+            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
         return written_s - start_s, used_s - written_s
 
     async def keep_installed(self) -> None:
@@ -166,8 +172,10 @@ class VllmServer:
             async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
                 data = await response.read()
         if response.status == 200:
-            reply = json.loads(data)
-            return reply if isinstance(reply, dict) else {}
+            with contextlib.suppress(ValueError):  # some say nothing but 200
+                reply = json.loads(data)
+                return reply if isinstance(reply, dict) else {}
+            return {}
         text = f"/{path} answers {response.status}: {' '.join(data[:300].decode(errors='replace').split())}"
         if response.status == 404:
             raise StartupError(f"{self._url}{text}; start vLLM with VLLM_SERVER_DEV_MODE=1")

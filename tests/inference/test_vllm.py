@@ -9,6 +9,7 @@ import aiohttp
 import ml_dtypes
 import numpy as np
 import pytest
+from aiohttp import web
 
 from headrace import config
 from headrace.errors import StartupError
@@ -55,6 +56,31 @@ async def test_a_version_is_loaded_bit_for_bit_in_the_documented_order(tmp_path)
             assert server.tensors[name].tobytes() == tensor.tobytes()
         await control.install(version(4))
         assert [folder.name for folder in (tmp_path / "w").iterdir()] == ["run-4"]
+
+
+class Terse(ScriptedVllm):
+    """Says nothing but 200 to what changes something."""
+
+    def _control(self, path, mode, body):
+        response = super()._control(path, mode, body)
+        return web.Response() if response.status == 200 and path.split("?")[0] in ("pause", *PHASES) else response
+
+
+async def test_a_server_that_says_nothing_but_200_is_understood(tmp_path):
+    server = await Terse.start()
+    async with aiohttp.ClientSession() as session:
+        control = VllmServer(session, server.url, weights_folder=tmp_path, update="in_place", timeout_s=60)
+        await control.install(version(3))
+        assert server.weight_version == "run/3" and await control.ready()
+    await server.stop()
+
+
+async def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "w").touch()
+    async with pair(tmp_path) as (server, control):
+        with pytest.raises(StartupError, match=r"version 3 cannot be written: .*inference\.vllm\.weights_folder"):
+            await control.install(version(3))
+        assert not server.controls
 
 
 async def test_a_server_that_was_restarted_gets_the_version_back(tmp_path):
