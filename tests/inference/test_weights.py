@@ -41,7 +41,7 @@ class Installed:
         self.causes.append(cause)
 
     async def wait_for(self, *versions: int) -> None:
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(lambda: [v.policy_version for v in self.versions] == list(versions))
 
 
@@ -74,7 +74,7 @@ def _puller(address: str, installed: Installed, hold: Hold | None = None) -> Pul
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0.01)
 

@@ -68,7 +68,7 @@ async def world(folder: Path, *, engines: Sequence[str], environment: str, **ove
             await client.close()
 
 
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10) -> None:
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
     """Returns when the condition holds. Raises TimeoutError at the deadline."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is awaited belongs to another process or has no event

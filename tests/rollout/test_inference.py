@@ -19,7 +19,7 @@ from tests.scripted_engine import ScriptedEngine
 
 
 @contextlib.asynccontextmanager
-async def client(*addresses, timeout_s=5.0, attempts=4, **options):
+async def client(*addresses, timeout_s=60.0, attempts=4, **options):
     async with Engines(addresses, timeout_s=timeout_s, attempts=attempts, vocabulary_size=100, **options) as engines:
         yield engines
 
@@ -58,13 +58,14 @@ async def test_versions_are_the_engines_word_across_a_swap():
     async with engine(Script(delay_per_token_s=0.1), policy_version=3) as server, client(server.url) as engines:
         with context(engines) as tokens:
             tokens.append([5])
-            sampling = asyncio.create_task(tokens.sample(4))
+            sampling = asyncio.create_task(tokens.sample(20))
             await eventually(lambda: server._running)
             await asyncio.sleep(0.25)
             await server.set_policy_version(7)
             sample = await sampling
-    assert sample.token_ids == [3, 3, 7, 7]
-    assert sample.version_spans == [(3, 2), (7, 2)]
+    before = sample.token_ids.count(3)
+    assert sample.token_ids == [3] * before + [7] * (20 - before)
+    assert sample.version_spans == [(3, before), (7, 20 - before)]
 
 
 @pytest.mark.parametrize(
@@ -98,15 +99,18 @@ async def test_a_wrong_request_is_not_repeated():
 
 
 async def test_a_silent_engine_is_left_after_the_deadline_and_told_to_abort():
-    async with engine(Script(delay_s=30)) as silent, engine(policy_version=2) as other:
-        async with client(silent.url, other.url, timeout_s=0.3) as engines:
-            with context(engines) as tokens:
-                tokens.append([5])
-                await engines.wait_ready()
-                engines.engines[1].contexts = 1  # so that the silent one is tried first
-                assert (await tokens.sample(2)).token_ids == [2, 2]
-            await asyncio.sleep(0.1)
-        assert not silent._running
+    async with (
+        engine(Script(delay_s=600)) as silent,
+        engine(policy_version=2) as other,
+        client(silent.url, other.url, timeout_s=1.5) as engines,
+    ):
+        with context(engines) as tokens:
+            tokens.append([5])
+            await eventually(lambda: all(engine.ready for engine in engines.engines))
+            engines.engines[1].contexts = 1  # so that the silent one is tried first
+            assert (await tokens.sample(2)).token_ids == [2, 2]
+        assert silent.requests
+        await eventually(lambda: not silent._running)
 
 
 async def test_a_cancelled_call_is_aborted_at_the_engine():
@@ -133,14 +137,14 @@ async def test_engines_may_come_later():
                 await asyncio.sleep(0.3)
                 assert not sampling.done()
                 await server.set_policy_version(4)
-                assert (await asyncio.wait_for(sampling, 5)).token_ids == [4, 4]
+                assert (await asyncio.wait_for(sampling, 60)).token_ids == [4, 4]
 
 
 async def test_an_unavailable_engine_costs_no_attempt():
     async with engine(Script(faults=["503"] * 3)) as server, client(server.url, attempts=1) as engines:
         with context(engines) as tokens:
             tokens.append([5])
-            assert (await asyncio.wait_for(tokens.sample(2), 10)).token_ids == [0, 0]
+            assert (await asyncio.wait_for(tokens.sample(2), 60)).token_ids == [0, 0]
     assert len(server.requests) == 4
 
 
@@ -166,7 +170,7 @@ async def test_a_dead_engines_episode_goes_on_at_another():
         async with client(first.url, survivor.url) as engines:
             with context(engines) as tokens:
                 tokens.append([5])
-                await engines.wait_ready()
+                await eventually(lambda: all(engine.ready for engine in engines.engines))
                 engines.engines[1].contexts = 1
                 assert (await tokens.sample(2)).token_ids == [5, 5]
                 await first.stop()
@@ -180,16 +184,19 @@ async def test_an_aborted_action_goes_on_from_its_tokens():
     async with engine(Script(delay_per_token_s=0.2), policy_version=3) as server, client(server.url) as engines:
         with context(engines) as tokens:
             tokens.append([5])
-            sampling = asyncio.create_task(tokens.sample(4))
+            sampling = asyncio.create_task(tokens.sample(20))
             await eventually(lambda: server._running)
             await asyncio.sleep(0.5)
             server.set_script(Script())
             await server.set_policy_version(4)
             await Sglang().abort(engines._http, engines.engines[0].root, "e-0")
             sample = await sampling
-    assert sample == Sample([3, 3, 4, 4], [-1.0] * 4, [(3, 2), (4, 2)], pb.FINISH_REASON_LENGTH)
-    assert [request["input_ids"] for request in server.requests] == [[5], [5, 3, 3]]
-    assert server.requests[1]["sampling_params"]["max_new_tokens"] == 2
+    kept = sample.token_ids.count(3)
+    left = 20 - kept
+    spans = [(3, kept), (4, left)]
+    assert sample == Sample([3] * kept + [4] * left, [-1.0] * 20, spans, pb.FINISH_REASON_LENGTH)
+    assert [request["input_ids"] for request in server.requests] == [[5], [5] + [3] * kept]
+    assert server.requests[1]["sampling_params"]["max_new_tokens"] == left
 
 
 async def test_failing_calls_leak_no_files():

@@ -53,7 +53,7 @@ async def test_each_host_of_a_name_is_an_engine():
         assert not engines.ready
         waiting = asyncio.create_task(engines.wait_ready())
         names.hosts = frozenset(hosts[:1])
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
         names.hosts = frozenset(hosts)
         await eventually(lambda: [engine.ready for engine in engines.engines] == [True, True])
         with engines.context("e", temperature=1, stop_token_ids=[1], min_policy_version=0) as context:

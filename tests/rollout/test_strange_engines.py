@@ -67,17 +67,13 @@ async def test_a_load_that_cannot_be_is_passed_over(load):
 
 
 async def test_vllms_metrics_that_cannot_be_are_passed_over():
-    pages = {
-        "/health": b"",
-        "/weight_info": b'{"weight_version": "run/3"}',
-        "/metrics": b"vllm:num_requests_running NaN",
-    }
-    async with telling(pages) as (url, asked):
-        async with Engines([url], timeout_s=60, attempts=1, vocabulary_size=9, dialect=Vllm("run")) as engines:
-            await asyncio.wait_for(engines.wait_ready(), 60)
-            engines.engines[0].suspected.set()
-            await eventually(lambda: asked["/metrics"] >= 2, timeout_s=60)
-            assert engines.ready
+    pages = {"/health": b"", "/weight_info": b'{"weight_version": "run/3"}'}
+    pages["/metrics"] = b"vllm:num_requests_running NaN"
+    async with telling(pages) as (url, asked), routed([url], dialect=Vllm("run")) as engines:
+        await asyncio.wait_for(engines.wait_ready(), 60)
+        engines.engines[0].suspected.set()
+        await eventually(lambda: asked["/metrics"] >= 2, timeout_s=60)
+        assert engines.ready
 
 
 async def test_an_engine_that_takes_no_connection_costs_no_attempt():

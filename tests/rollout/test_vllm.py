@@ -75,20 +75,20 @@ async def test_an_update_during_a_call_gives_all_its_tokens_the_older_version():
     undated = metrics.undated_tokens._value.get()
     async with vllm(Script(delay_per_token_s=0.1), weight_version="run/3") as server, client(server.url) as engines:
         with context(engines) as tokens:
-            sampling = asyncio.create_task(tokens.sample(6))
+            sampling = asyncio.create_task(tokens.sample(20))
             await eventually(lambda: server.running, timeout_s=60)
             await asyncio.sleep(0.25)
             server.hold("run/4")
             sample = await sampling
     assert set(sample.token_ids) == {3, 4}
-    assert sample.version_spans == [(3, 6)]
-    assert metrics.undated_tokens._value.get() == undated + 6
+    assert sample.version_spans == [(3, 20)]
+    assert metrics.undated_tokens._value.get() == undated + 20
 
 
 async def test_a_pause_that_aborts_hands_over_partial_tokens_of_one_version_each():
     async with vllm(Script(delay_per_token_s=0.1), weight_version="run/3") as server, client(server.url) as engines:
         with context(engines) as tokens:
-            sampling = asyncio.create_task(tokens.sample(6))
+            sampling = asyncio.create_task(tokens.sample(20))
             await eventually(lambda: server.running, timeout_s=60)
             await asyncio.sleep(0.25)
             await control(server, "pause?mode=abort")
@@ -97,10 +97,10 @@ async def test_a_pause_that_aborts_hands_over_partial_tokens_of_one_version_each
             await control(server, "resume")
             sample = await sampling
     versions = [version for version, length in sample.version_spans for _ in range(length)]
-    assert len(sample.token_ids) == 6 and sample.token_ids[-1] == 4
+    assert len(sample.token_ids) == 20 and sample.token_ids[-1] == 4
     # A call that began in the pause reads the older version and runs under the newer: never younger than the truth.
     assert all(version <= token for version, token in zip(versions, sample.token_ids, strict=True))
-    assert sum(request["max_tokens"] for request in server.requests[1:]) <= 6
+    assert sum(request["max_tokens"] for request in server.requests[1:]) <= 20
 
 
 async def test_a_call_waits_for_the_version_that_it_demands():

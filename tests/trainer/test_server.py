@@ -118,7 +118,7 @@ async def test_status(service):
 
 async def test_engines_are_waited_for_until_all_hold_a_version():
     engines = Engines()
-    await asyncio.wait_for(engines.all_hold(5), 1)  # nobody is there
+    await asyncio.wait_for(engines.all_hold(5), 60)  # nobody is there
     engines.enter("a", 5)
     engines.enter("b", 4)
     waiting = asyncio.ensure_future(engines.all_hold(5))
@@ -127,5 +127,5 @@ async def test_engines_are_waited_for_until_all_hold_a_version():
     await asyncio.sleep(0)
     assert not waiting.done()
     engines.enter("b", 5)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 60)
     assert engines.versions == {"a": 5, "b": 5}
