@@ -17,7 +17,8 @@ from tests.envs.conversation import listening
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "environments.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+# Those that declare an environment; others call a gateway.
+BLOCKS = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "services.envs" in block]
 
 
 def environments() -> dict[str, type[Environment]]:
