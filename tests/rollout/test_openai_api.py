@@ -296,7 +296,7 @@ async def test_a_gateway_process_serves_agents(tmp_path):
     with contextlib.ExitStack() as stack:
         agents = {"driver": "external"}
         run = Cluster(tmp_path, stack, script={"tokens": "random"}, environments__agents=agents)
-        with pytest.raises(RuntimeError, match="environments.agents.driver: is external"):
+        with pytest.raises(RuntimeError, match=r"environments\.agents\.driver: is external"):
             run.gateway("gateway-1")
         port = processes.free_port()
         run.gateway("gateway-0", "--openai-listen", f"127.0.0.1:{port}")
