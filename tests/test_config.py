@@ -59,6 +59,7 @@ def test_every_error_is_reported_at_once():
         ("environments.guess_number.address", ":7000", "environments.guess_number.address"),
         ("environments", {}, "environments"),
         ("environments.guess_number", {}, "class"),
+        ("environments.guess_number.driver", "external", "neither `class` nor `address`"),
         ("model", {}, "exactly one"),
         ("run.id", "No Spaces", "run.id"),
         ("run.directory", "gs://bucket/runs", "mount the bucket"),

@@ -163,6 +163,19 @@ def test_a_plan_starts_nothing_that_has_an_address(tmp_path):
     assert run.config.redis.url == "redis://elsewhere:6379/0"
 
 
+def test_agents_outside_get_a_port_at_each_gateway_and_no_server(tmp_path):
+    overrides = {
+        "run.id": "plan",
+        "run.directory": str(tmp_path),
+        "environments.agents": {"driver": "external"},
+        "rollout.replicas": 2,
+    }
+    run = local_run.plan(run_config.load(RUN_FILE, overrides=overrides))
+    assert [command.name for command in run.environments] == ["env-guess_number"]
+    ports = [gateway.arguments[gateway.arguments.index("--openai-listen") + 1] for gateway in run.gateways]
+    assert len(set(ports)) == 2
+
+
 def test_vllm_servers_are_not_started(tmp_path):
     overrides = {"run.id": "plan", "run.directory": str(tmp_path), "inference.dialect": "vllm"}
     with pytest.raises(StartupError, match=r"inference\.addresses: is empty; with inference\.dialect vllm"):
