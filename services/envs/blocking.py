@@ -6,7 +6,8 @@
 A call waits for a free worker, of which there are at most `size`; a worker is started when a call first needs it and
 kept. A call past its deadline, or cancelled, kills its worker with every process that it started, and the next call
 starts another: threads cannot be killed, so a hung call in one would be leaked. What the function raises is raised
-here, with the worker's traceback as a note. A worker dies with its server, whatever kills that.
+here, with the worker's traceback as a note. Workers and all that they started die with their server, whatever kills
+that: a guard process, which the first worker brings along, then kills their groups.
 
 Functions and arguments travel as pickles, and so do results: a worker is for code that may hang or crash, not for code
 that nobody trusts.
@@ -30,6 +31,19 @@ from services.envs import metrics
 # For the interpreter and for importing the function's module, neither of which counts as the call's own time.
 START_TIMEOUT_S = 120.0
 
+# Reads lines "+GROUP" and "-GROUP" and, when its server is gone, kills the groups that are left.
+_GUARD = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from services.envs.worker import main; main({parent})"
 
 
@@ -48,6 +62,8 @@ class Workers:
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
         self._name = name
+        self._guard: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
 
     async def __aenter__(self) -> Workers:
         return self
@@ -88,6 +104,12 @@ class Workers:
             worker.kill()
         await asyncio.gather(*(worker.gone() for worker in workers))
         self._all.clear()
+        if self._guard is not None:
+            self._tell_guard("-", *(worker.group for worker in workers))
+            guard, self._guard = self._guard, None
+            assert guard.stdin is not None
+            guard.stdin.close()
+            await guard.wait()
 
     async def _run(self, request: bytes, what: str, timeout_s: float | None) -> Any:
         worker = self._idle.pop() if self._idle else await self._start()
@@ -108,10 +130,22 @@ class Workers:
         raise result
 
     async def _start(self) -> _Worker:
-        self._all = {worker for worker in self._all if not worker.is_gone}
+        gone = {worker for worker in self._all if worker.is_gone}
+        self._all -= gone
+        async with self._starting:
+            if self._guard is None:
+                self._guard = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", "-c", _GUARD), stdin=asyncio.subprocess.PIPE, start_new_session=True
+                )
+        self._tell_guard("-", *(worker.group for worker in gone))
         worker = await _Worker.start()
+        self._tell_guard("+", worker.group)
         self._all.add(worker)
         return worker
+
+    def _tell_guard(self, sign: str, *groups: int) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.write("".join(f"{sign}{group}\n" for group in groups).encode())
 
 
 class _Worker:
@@ -132,6 +166,11 @@ class _Worker:
             start_new_session=True,  # so that one signal reaches all that it starts
         )
         return cls(process)
+
+    @property
+    def group(self) -> int:
+        """Of it and all that it starts."""
+        return self._process.pid
 
     @property
     def is_gone(self) -> bool:

@@ -126,7 +126,7 @@ async def test_the_end_kills_what_runs(tmp_path):
         await call
 
 
-async def test_a_killed_server_leaves_no_worker(tmp_path):
+async def test_a_killed_server_leaves_no_worker_and_nothing_that_one_started(tmp_path):
     program = (
         "import asyncio\n"
         "from services.envs.blocking import Workers\n"
@@ -141,10 +141,7 @@ async def test_a_killed_server_leaves_no_worker(tmp_path):
     finally:
         server.kill()
         server.wait()
-    try:
-        await until(lambda: not alive(worker))
-    finally:
-        os.kill(child, signal.SIGKILL)
+    await until(lambda: not alive(worker) and not alive(child))
 
 
 class Blocks(Environment):
