@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from services.rollout.circuit import Circuit, CircuitLimits
 from services.rollout.engine import Engine
 from services.rollout.router import Route, Router, choose
 from services.rollout.window import Load, WindowLimits
@@ -167,9 +168,12 @@ async def test_the_window_grows_for_those_who_wait():
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_no_place_is_lost_and_none_given_twice(seed):
-    """Calls come, end and are given up at random, engines come and go: at the end all are free and nobody waits."""
-    draw = random.Random(seed)
+    """Calls come, end, fail and are given up at random, engines come and go: at the end all are free, nobody waits, and
+    every circuit lets a call through."""
+    draw, loop = random.Random(seed), asyncio.get_running_loop()
     engines = [engine(number, window=draw.randint(1, 3)) for number in range(3)]
+    for one in engines:
+        one.circuit = Circuit(CircuitLimits(failures=2, first_s=0.002, longest_s=0.01))
     router = Router(engines, affinity=draw.choice([0, 4]))
 
     async def episode(number):
@@ -186,6 +190,11 @@ async def test_no_place_is_lost_and_none_given_twice(seed):
             place = await entering
             assert place.engine.running <= place.engine.window.size
             await asyncio.sleep(draw.random() / 500)
+            match draw.choice(["succeeded", "failed", "given up"]):
+                case "succeeded":
+                    place.engine.circuit.succeeded(probe=place.probe)
+                case "failed":
+                    place.engine.circuit.failed(loop.time(), probe=place.probe)
             router.leave(place)
         router.attach(route, None)
 
@@ -203,3 +212,4 @@ async def test_no_place_is_lost_and_none_given_twice(seed):
     assert [one.running for one in engines] == [0, 0, 0]
     assert [one.contexts for one in engines] == [0, 0, 0]
     assert router.waiting == 0
+    assert all(one.circuit.admits(loop.time() + 1) for one in engines)
