@@ -91,10 +91,8 @@ async def test_a_dead_root_costs_one_copy_even_while_the_trainer_believes_that_i
         trainer = await stack.enter_async_context(fleet.trainer())
         snapshot = trainer.publish(1, arrays)
         channel = await stack.enter_async_context(rpc.channel(trainer.address))
-        root = trainer_service_pb2_grpc.TrainerServiceStub(channel).WatchWeights(
-            pb.WatchWeightsRequest(engine="root", serving_address=f"127.0.0.1:{free_port()}")  # where nobody is
-        )
-        stack.callback(root.cancel)
+        stub, nowhere = trainer_service_pb2_grpc.TrainerServiceStub(channel), f"127.0.0.1:{free_port()}"
+        root = stub.WatchWeights(pb.WatchWeightsRequest(engine="root", serving_address=nowhere))
         assert not (await root.read()).peers
         engines = [
             await stack.enter_async_context(pulls.pulling(trainer.address, name=f"engine-{number}", serves=True))
@@ -103,6 +101,21 @@ async def test_a_dead_root_costs_one_copy_even_while_the_trainer_believes_that_i
         for engine in engines:
             await engine.has(1, arrays)
         assert trainer.engines.sent_bytes.total() == snapshot.size_bytes
+
+        # And of a difference one copy, which goes on as a difference.
+        root.cancel()
+        root = stub.WatchWeights(pb.WatchWeightsRequest(engine="root", held_policy_version=1, serving_address=nowhere))
+        stack.callback(root.cancel)
+        await fleet.all_watch(trainer, 6, held=1)
+        arrays = tensors(2)
+        trainer.publish(2, arrays)
+        for engine in engines:
+            await engine.has(2, arrays)
+        async with trainer.store.lease(2, 1) as lease:
+            assert lease is not None
+            one_copy = lease.shipment.size_bytes
+        assert trainer.engines.sent_bytes == {"full": snapshot.size_bytes, "delta": one_copy}
+        assert all(engine.bytes["peer", "full"] in (0, snapshot.size_bytes) for engine in engines)
         assert [cause for engine in engines for cause in engine.causes].count("dead") >= 2
 
 
