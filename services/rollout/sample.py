@@ -12,6 +12,9 @@ from collections.abc import Collection
 
 from headrace.v1 import trajectory_pb2 as pb
 
+_NEWEST_VERSION = 2**63 - 1  # as records hold it
+_LEAST_LOGPROB = -1e30
+
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
@@ -43,7 +46,7 @@ def checked(
         raise BadReply(f"{len(ids)} tokens where 1 to {max_new_tokens} were asked for")
     covered = 0
     for version, length in spans:
-        if type(version) is not int or type(length) is not int or length < 1:
+        if type(version) is not int or type(length) is not int or length < 1 or version > _NEWEST_VERSION:
             raise BadReply(f"policy_versions is {spans}")
         if version < min_policy_version:
             raise BadReply(f"policy_versions {spans} are older than {min_policy_version}")
@@ -55,7 +58,12 @@ def checked(
     # Loops in C: an action may have thousands of tokens.
     if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary_size:
         raise BadReply(f"output_ids holds what is no token of 0..{vocabulary_size - 1}")
-    if not set(map(type, logprobs)) <= {float, int} or not all(map(math.isfinite, logprobs)) or max(logprobs) > 1e-3:
+    # JSON's integers have no end, and those that are no floats are found by the comparisons.
+    if (
+        not set(map(type, logprobs)) <= {float, int}
+        or not (_LEAST_LOGPROB <= min(logprobs) and max(logprobs) <= 1e-3)
+        or not all(map(math.isfinite, logprobs))
+    ):
         raise BadReply("output_token_logprobs holds what is no log-probability")
     if reason == pb.FINISH_REASON_ABORT and ids[-1] in stop_token_ids:
         # The abort came with the last token: nothing is left to sample.
