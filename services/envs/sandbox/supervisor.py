@@ -124,7 +124,7 @@ class Supervisor:
                         poll.unregister(fd)
                 elif fd == child.replies:
                     received = _read_ready(fd)
-                    reply += received[: 4 - len(reply)]
+                    reply += (received or b"")[: 4 - len(reply)]  # the code can open its end and read what it wrote
                     if received == b"":
                         poll.unregister(fd)
                 elif not run.take(child.outputs.index(fd), fd):

@@ -155,6 +155,28 @@ async def test_a_sandbox_that_dies_is_an_infrastructure_failure():
             await sandbox.run(Code("print(1)"), deadline_s=DEADLINE_S)
 
 
+THIEF = """
+import os, threading
+own = os.open("/proc/self/fd/4", os.O_RDONLY | os.O_NONBLOCK)
+def steal():
+    while True:
+        try:
+            os.read(own, 4)
+        except BlockingIOError:
+            pass
+threading.Thread(target=steal, daemon=True).start()
+"""
+
+
+async def test_code_that_takes_its_own_replies_is_no_infrastructure_failure():
+    async with sandboxes("namespaces").open() as sandbox:
+        for _ in range(4):
+            outcome = await sandbox.run(Code(THIEF), deadline_s=1)
+            assert outcome.ending in (Ending.EXITED, Ending.DEADLINE)
+        await sandbox.run(Command(["true"]), deadline_s=DEADLINE_S)
+        assert (await sandbox.run(Code("print(1)"), deadline_s=DEADLINE_S)).stdout == "1\n"
+
+
 class Killed:
     """The streams of a container that the kernel has killed."""
 
