@@ -69,6 +69,7 @@ async def _play(subject: Subject, seconds: float) -> Measurement:
                     steps.append(time.perf_counter() - asked)
                     turn += 1
                 await episode.end()
+                subject.opened.clear()  # nothing of an episode that went well is needed again
                 done += 1
             except Broken as broken:
                 failures[str(broken)] += 1

@@ -38,19 +38,24 @@ class Episode:
 
     def __init__(self, stub: Any, *, timeout_s: float):
         """Opens the stream; each answer may take `timeout_s` seconds."""
-        self.log: list[str] = []
+        self._said: list[tuple[str, Any]] = []
         self._timeout_s = timeout_s
         self._call = stub.Interact()
 
+    @property
+    def log(self) -> list[str]:
+        """What was sent (>) and came back (<). Written when it is read: it takes longer than a fast server's answer."""
+        return [f"{mark} {said if isinstance(said, str) else shown(said)}" for mark, said in self._said]
+
     async def send(self, request: pb.InteractRequest) -> pb.InteractResponse:
         """The next response after sending the request. Raises Refused, and Broken when none comes."""
-        self.log.append(f"> {shown(request)}")
+        self._said.append((">", request))
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._call.write(request)
                 response = await self._call.read()
         except TimeoutError:
-            self.log.append(f"< nothing within {self._timeout_s:g} s")
+            self._said.append(("<", f"nothing within {self._timeout_s:g} s"))
             raise Broken(f"no response within {self._timeout_s:g} s", self) from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             raise await self._refused() from None
@@ -60,12 +65,12 @@ class Episode:
             raise await self._refused() from None
         if response is grpc.aio.EOF:
             raise await self._refused()
-        self.log.append(f"< {shown(response)}")
+        self._said.append(("<", response))
         return response
 
     async def end(self) -> None:
         """Half-closes. Raises Broken unless the stream ends then, with OK and without another response."""
-        self.log.append("> half-close")
+        self._said.append((">", "half-close"))
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._call.done_writing()
@@ -80,19 +85,19 @@ class Episode:
                 raise
             raise await self._refused() from None
         if code is None:
-            self.log.append(f"< {shown(extra)}")
+            self._said.append(("<", extra))
             raise Broken("a response came that no request asked for", self)
         if code != grpc.StatusCode.OK:
             raise await self._refused()
 
     def cancel(self) -> None:
         """Breaks the stream off."""
-        self.log.append("> cancel")
+        self._said.append((">", "cancel"))
         self._call.cancel()
 
     async def _refused(self) -> Refused:
         refused = Refused(await self._call.code(), await self._call.details() or "", self)
-        self.log.append(f"< {refused.code.name}: {refused.details}")
+        self._said.append(("<", f"{refused.code.name}: {refused.details}"))
         return refused
 
 
