@@ -40,7 +40,7 @@ class Conversation:
     """One Interact stream."""
 
     def __init__(self, stub: pb_grpc.EnvironmentServiceStub):
-        self.call = stub.Interact(timeout=30)
+        self.call = stub.Interact(timeout=120)  # worker processes import what they run
 
     async def send(self, request: pb.InteractRequest) -> pb.InteractResponse:
         """The one response. Raises grpc.aio.AioRpcError."""

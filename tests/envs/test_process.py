@@ -66,10 +66,10 @@ async def test_sigterm_lets_running_episodes_end(served):
         conversation = Conversation(pb_grpc.EnvironmentServiceStub(channel))
         await conversation.send(reset("guess_number", index=3))
         process.terminate()
-        processes.wait_until(lambda: "draining" in process.output, timeout_s=10)
+        processes.wait_until(lambda: "draining" in process.output, timeout_s=60)
         assert (await conversation.send(say("4"))).reward == 1.0
         assert await conversation.end() == (grpc.StatusCode.OK, "")
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 async def test_sigterm_ends_what_does_not(served):
@@ -90,7 +90,7 @@ async def test_any_class_is_served_without_a_config(tmp_path):
             conversation = Conversation(pb_grpc.EnvironmentServiceStub(channel))
             code, _ = await conversation.refusal(reset("Kills"), say())
         assert code == grpc.StatusCode.UNAVAILABLE
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
 
 
 async def test_a_setup_is_shared_and_closed_by_the_drain(tmp_path):
