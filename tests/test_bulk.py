@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -178,6 +179,33 @@ async def test_a_slow_reader_delays_nobody():
             connection.close()
         assert not task.done()
         loris.close()
+
+
+async def test_many_readers_cost_no_copy_each():
+    sent, arrays = shipment([16_000_000])
+    server, scratch = BulkServer.start("127.0.0.1:0"), memoryview(bytearray(100_000))
+    tickets = asyncio.Queue()
+    before = resident_bytes()
+    sends = [
+        asyncio.ensure_future(server.send(sent, 0, announce=tickets.put, count=lambda size_bytes: None))
+        for _ in range(16)
+    ]
+    connections = []
+    async with asyncio.timeout(DEADLINE_S):
+        for _ in sends:
+            connections.append(await BulkConnection.open("127.0.0.1", await tickets.get()))
+            await connections[-1].read_into([scratch])
+        assert resident_bytes() - before < arrays[0].nbytes  # of 16 times as much that is on its way
+        for connection in connections:
+            connection.close()
+        await asyncio.wait(sends)
+    assert all(isinstance(send.exception(), OSError) for send in sends)
+    await server.stop()
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 async def test_a_shipment_that_fails_cuts_the_connection():

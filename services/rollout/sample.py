@@ -61,7 +61,7 @@ def checked(
     # JSON's integers have no end, and those that are no floats are found by the comparisons.
     if (
         not set(map(type, logprobs)) <= {float, int}
-        or not (_LEAST_LOGPROB <= min(logprobs) and max(logprobs) <= 1e-3)
+        or not (min(logprobs) >= _LEAST_LOGPROB and max(logprobs) <= 1e-3)
         or not all(map(math.isfinite, logprobs))
     ):
         raise BadReply("output_token_logprobs holds what is no log-probability")
