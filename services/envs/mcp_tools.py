@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from mcp import ClientSession, McpError, StdioServerParameters, types
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
+from headrace import child
 from services.envs.environment import Task, TimeStep, Tool
 from services.envs.examination import Examination
 from services.envs.schema import json_object
@@ -176,7 +179,9 @@ class McpTools(Examination):
     @contextlib.asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
         if self._command:
-            server = StdioServerParameters(command=self._command[0], args=self._command[1:], env=self._environment)
+            # By way of a program that has it die with us: one that is busy does not notice the end of its input.
+            arguments = ["-P", child.__file__, str(os.getpid()), *self._command]
+            server = StdioServerParameters(command=sys.executable, args=arguments, env=self._environment)
             async with stdio_client(server) as streams:
                 yield streams
         else:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ import pytest
 from services.envs.mcp_tools import McpTools
 from tests import processes
 from tests.envs.conversation import Conversation, reset, say, serving
+from tests.envs.sandbox.strengths import running
 from tests.envs.test_http_tool import ask, call
 
 TASKS = [{"prompt": "What is 2 + 3?", "expected": "5"}]
@@ -99,6 +101,33 @@ async def test_a_call_past_its_deadline_fails_the_episode():
         await environment.step(ask(call({}, "sleep")).action)
     await environment.close()
     await none_left()
+
+
+async def test_a_killed_server_of_ours_leaves_no_mcp_server():
+    marker = f"marker-{uuid.uuid4()}"
+    # A server that does not end with its input.
+    stubborn = "import runpy, time; runpy.run_module('tests.envs.mcp_server', run_name='__main__'); time.sleep(600)"
+    command = [sys.executable, "-c", stubborn, "0", marker]
+    program = (
+        "import asyncio, json\n"
+        "from services.envs.mcp_tools import McpTools\n"
+        "from tests.envs.conversation import reset\n"
+        "async def main():\n"
+        f"    environment = McpTools(tasks=[{{'prompt': '?', 'expected': ''}}], command={command!r},"
+        f" environment={{'PYTHONPATH': {str(processes.ROOT)!r}}}, call_timeout_s=600)\n"
+        "    await environment.reset(reset('sums').reset)\n"
+        "    print('open', flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())"
+    )
+    ours = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", program], cwd=processes.ROOT, stdout=subprocess.PIPE, text=True
+    )
+    with ours:
+        assert await asyncio.to_thread(ours.stdout.readline) == "open\n"
+        assert running(marker)
+        ours.kill()
+    await asyncio.to_thread(processes.wait_until, lambda: not running(marker), timeout_s=60)
 
 
 @pytest.mark.parametrize("command", [["/absent/server"], [sys.executable, "-c", "pass"]])
