@@ -107,6 +107,11 @@ class Episode:
             log.error("%s took too long in %s of task %s", self._name, name, self._task.task_id)
             message = f"{name} took longer than {self._timeout_s:g} s"
             raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, message, cause="deadline") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # the stream has gone
+                raise
+            raise self._raised(name, error) from error  # something of the author's own was cancelled
         except (Exception, SystemExit) as error:  # the author's code may raise anything, and only the episode pays
             raise self._raised(name, error) from error
 

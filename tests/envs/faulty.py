@@ -52,6 +52,15 @@ class Sound(Environment):
         return answer
 
 
+class AwaitsCancelled(Sound):
+    """Awaits a task of its own that was cancelled."""
+
+    async def _break(self, answer: Any) -> Any:
+        own = asyncio.ensure_future(asyncio.sleep(600))
+        own.cancel("the simulator's")
+        await own
+
+
 class Raises(Sound):
     """Raises in reset, step, end or close."""
 

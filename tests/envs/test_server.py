@@ -159,6 +159,7 @@ async def test_a_stream_without_a_word_ends_well(watched):
     [
         (faulty.Raises, "{when} raised RuntimeError: the simulator is out of fuel"),
         (faulty.Exits, "{when} raised SystemExit: 3"),
+        (faulty.AwaitsCancelled, "{when} raised CancelledError: the simulator's"),
         (faulty.Garbage, "{when} returned dict, not a TimeStep"),
         (faulty.Silent, "{when} left the episode open without a message to answer"),
         (faulty.InfiniteMetric, "{when} gave the metric turn inf, not a finite number"),
