@@ -22,7 +22,7 @@ from headrace import stream
 from headrace import trajectory as records
 from headrace.stream import GroupEntry
 from headrace.v1 import trajectory_pb2 as pb
-from services.trainer.batcher import Rules, learnable
+from services.trainer.batcher import Rules, learnable, parse
 from services.trainer.lineage import Lineage
 from tests import processes
 
@@ -101,7 +101,7 @@ async def measure(action_tokens: int, count: int) -> Cost:
 
 
 def _learn(entry: GroupEntry, rules: Rules, lineage: Lineage, *, cursor: int) -> None:
-    group = learnable(entry, rules, lineage, cursor=cursor)
+    group = learnable(entry, parse(entry, rules, lineage, cursor=cursor), rules, lineage)
     assert len(group.samples) == GROUP
 
 
