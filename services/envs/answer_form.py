@@ -7,10 +7,12 @@ here is harmless to both: a tree of known nodes, names and functions, and powers
 from __future__ import annotations
 
 import ast
+import math
 import re
 
 MAX_CHARACTERS = 2000
 MAX_DEGREE = 100
+MAX_TERMS = 20_000
 
 FUNCTIONS = frozenset({"Abs", "exp", "ln", "log", "sqrt"}).union(
     f"{arc}{name}{hyperbolic}" for arc in ("", "a") for name in ("sin", "cos", "tan") for hyperbolic in ("", "h")
@@ -27,8 +29,8 @@ def is_formula(text: str) -> bool:
     """Whether the text is a formula of numbers, one-letter names, usual functions and small rational powers."""
     node = _parsed(text)
     try:
-        return node is not None and _degree(node) <= MAX_DEGREE
-    except ValueError:
+        return node is not None and (degree := _degree(node)) <= MAX_DEGREE and _terms(node, degree) <= MAX_TERMS
+    except (ValueError, RecursionError):
         return False
 
 
@@ -76,6 +78,12 @@ def _degree(node: ast.expr) -> float:
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
             return _degree(argument)
     raise ValueError
+
+
+def _terms(node: ast.expr, degree: float) -> int:
+    """A bound on the terms of the expanded formula: monomials of that degree in its names and calls."""
+    unknowns = {ast.dump(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Call)}
+    return math.comb(math.ceil(degree) + len(unknowns), len(unknowns))
 
 
 def _rational(node: ast.expr) -> float:

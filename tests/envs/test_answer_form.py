@@ -33,7 +33,7 @@ def test_code_is_nothing(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["9**9**9**9", "2**(99**99)", "((9**99)**99)**99", "x**1001", "9**(1/1e-99)", "9" * 40]
+    "text", ["9**9**9**9", "2**(99**99)", "((9**99)**99)**99", "x**1001", "9**(1/1e-99)", "9" * 40, "(a+b+c+d+e)**99"]
 )
 def test_what_computes_for_long_is_nothing(text):
     assert not answer_form.is_formula(text) and not answer_form.is_arithmetic(text)
@@ -71,3 +71,12 @@ def test_what_is_no_formula(text):
 def test_lists():
     assert answer_form.is_list("[1, 2, ['Q', -3.5]]") and answer_form.is_list(" (1, 2)")
     assert not answer_form.is_list("1 2 3") and not answer_form.is_list("{1: 2}") and not answer_form.is_list("[1, x]")
+
+
+@pytest.mark.parametrize(
+    "text", ["-" * 1900 + "1", "(" * 1900, "[" * 1900, "1" + "+1" * 900, "sin(" * 300 + "x" + ")" * 300]
+)
+def test_what_is_nested_deeply_is_judged_and_raises_nothing(text):
+    assert answer_form.is_formula(text) in (True, False)
+    assert answer_form.is_arithmetic(text) in (True, False)
+    assert not answer_form.is_list(text)
