@@ -147,7 +147,7 @@ class Evaluator:
             )
             for index in range(self._settings.tasks)
         ]
-        if await self._feeder.issue(tasks, purpose=pb.PURPOSE_EVALUATION):
+        if await self._feeder.issue(tasks, purpose=pb.PURPOSE_EVALUATION, apart=True):
             waiting = {task.task_id for task in tasks}
             self._asked.append(_Asked(self._status.step, environment, waiting, len(tasks)))
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from headrace.errors import StartupError
 from headrace.stream import CursorMoved, Streams
-from headrace.v1.trajectory_pb2 import PURPOSE_EVALUATION, PURPOSE_TRAINING, Task
+from headrace.v1.trajectory_pb2 import PURPOSE_TRAINING, Task
 from services.trainer.insist import insist
 from services.trainer.ledger import Ledger
 from services.trainer.lineage import Lineage
@@ -74,8 +74,11 @@ class Feeder:
         self._status.outstanding_tickets = tickets + groups - learned + self._ledger.lost_count - len(self.evaluating)
         return self._status.outstanding_tickets
 
-    async def issue(self, tasks: Sequence[Task], *, purpose: int) -> bool:
+    async def issue(self, tasks: Sequence[Task], *, purpose: int, apart: bool = False) -> bool:
         """Issues tasks under the next numbers; False, and none, if Redis had lost its memory: count again.
+
+        Args:
+            apart: counts them in `evaluating`, and not in what is outstanding, until they are taken out of it.
 
         Raises:
             StartupError: another trainer issues tickets of this run.
@@ -94,7 +97,7 @@ class Feeder:
             await self._remind()
             return False
         self.cursor += len(tasks)
-        if purpose == PURPOSE_EVALUATION:
+        if apart:
             self.evaluating.update(task.task_id for task in tasks)
         else:
             self._status.outstanding_tickets += len(tasks)
