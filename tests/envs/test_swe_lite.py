@@ -85,7 +85,7 @@ json.dumps = lambda *args, **kwargs: "[" + ",".join(["true"] * 9) + "]"
 """,
     "looks for the answers": """
 import os
-for directory in ("/", "/proc/self", "/work", "/app", "/scratch"):
+for directory in ("/", "/proc/self", "/app", "/scratch"):
     for path, _, names in os.walk(directory):
         for name in names:
             if name.endswith(".toml"):
