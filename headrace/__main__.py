@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         help="replaces one value of the file, by dotted key; the value is YAML; may be repeated",
     )
     run.set_defaults(command=_run)
+    # Everything behind `export` is the trainer's program's: nothing here looks like an option, --help neither.
     export = commands.add_parser(
         "export", help="write a checkpoint's policy as a Hugging Face folder", add_help=False, prefix_chars="\0"
     )

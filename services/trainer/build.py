@@ -93,7 +93,6 @@ def build(config: Config, folder: Path, *, step: int | None = None) -> Model:
         buckets=buckets,
         minibatches=settings.minibatches,
         advantage=settings.advantage,
-        loss=settings.loss,
         reference=(restored.reference if restored else parameters) if refers else None,
         critic=critic,
     )

@@ -40,6 +40,19 @@ def credited(comparisons: Sequence[Comparison], settings: config.Advantage) -> l
     return [replace(sample, advantage=a) for sample, a in zip(samples, advantages, strict=True)]
 
 
+def penalised(comparison: Comparison, divergences: Sequence[np.ndarray], *, coefficient: float) -> Comparison:
+    """The same with the divergence at each action token, times the coefficient, taken off the reward there.
+
+    Args:
+        divergences: float32[T] for each sample, in nats; anything, also NaN, outside actions.
+    """
+    samples = (
+        replace(sample, rewards=sample.rewards - coefficient * np.where(sample.action_mask, of_sample, 0))
+        for sample, of_sample in zip(comparison.samples, divergences, strict=True)
+    )
+    return replace(comparison, samples=tuple(samples))
+
+
 def normalises(settings: config.Advantage) -> bool:
     """Whether an advantage depends on the whole minibatch."""
     return settings.estimator in ("reinforce_pp", "reinforce_pp_baseline", "gae")

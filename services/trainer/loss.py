@@ -8,6 +8,7 @@ Shapes: every array is [B rows, T tokens], its values belong to the token at the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -145,7 +146,13 @@ def interpolated_logprobs(
     return behaviour_logprobs_BT + share_BT * (logprobs_BT - behaviour_logprobs_BT)
 
 
-def _anchor(logprobs: jax.Array, behaviour: jax.Array, masked, inputs: LossInputs, settings: config.Loss) -> jax.Array:  # type: ignore[no-untyped-def]
+def _anchor(
+    logprobs: jax.Array,
+    behaviour: jax.Array,
+    masked: Callable[[jax.Array], jax.Array],
+    inputs: LossInputs,
+    settings: config.Loss,
+) -> jax.Array:
     """What the ratio is measured from; `logprobs` carry no gradient."""
     if settings.anchor == "start":
         assert inputs.start_logprobs is not None, "anchor: start needs the logprobs at the start of the step"

@@ -12,7 +12,6 @@ estimator that looks at a whole minibatch (`credit.normalises`) makes them wait 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ import numpy as np
 
 from headrace import config
 from services.trainer import machine
-from services.trainer.credit import Comparison, credited, normalises
+from services.trainer.credit import Comparison, credited, normalises, penalised
 from services.trainer.critic import Critic
 from services.trainer.divergence import divergence
 from services.trainer.model.decoder import Parameters
@@ -41,7 +40,6 @@ class Policy:
         buckets: tuple[int, ...],
         minibatches: int = 1,
         advantage: config.Advantage | None = None,
-        loss: config.Loss | None = None,
         reference: Parameters | None = None,
         critic: Critic | None = None,
     ):
@@ -50,14 +48,13 @@ class Policy:
             buckets: numbers of rows that a microbatch may have, ascending.
             minibatches: updates of one step.
             advantage: how rewards become advantages.
-            loss: as the learner has it.
             reference: parameters that the loss measures a divergence from.
             critic: the value model of estimator gae.
         """
         self.state, self.critic = state, critic
         self._learner, self._max_row_tokens, self._buckets = learner, max_row_tokens, buckets
         self._minibatches = minibatches
-        self._advantage, self._loss = advantage or config.Advantage(), loss or config.Loss()
+        self._advantage, self._loss = advantage or config.Advantage(), learner.loss
         self.reference = reference
         self.begin_step()
 
@@ -190,12 +187,12 @@ class Policy:
             sampled_BT = jnp.asarray(microbatch.behaviour_logprobs_BT)
             return divergence(sampled_BT, self._reference_logprobs(microbatch), self._loss.kl_estimator)
 
-        samples = []
-        for sample, estimates in zip(group.samples, self._by_sample(group.samples, estimate), strict=True):
-            of_actions = np.where(sample.action_mask, estimates, 0)
-            self._divergences.append(float(of_actions.sum()) / max(int(sample.action_mask.sum()), 1))
-            samples.append(replace(sample, rewards=sample.rewards - self._loss.kl_coefficient * of_actions))
-        return replace(group, samples=tuple(samples))
+        estimates = self._by_sample(group.samples, estimate)
+        self._divergences += [
+            float(of_sample[sample.action_mask].mean()) if sample.action_mask.any() else 0.0
+            for sample, of_sample in zip(group.samples, estimates, strict=True)
+        ]
+        return penalised(group, estimates, coefficient=self._loss.kl_coefficient)
 
     def _reference_logprobs(self, microbatch: Microbatch) -> jax.Array:
         assert self.reference is not None

@@ -95,6 +95,7 @@ class Learner:
             remat: computes each layer again in the backward pass instead of keeping its activations.
             head_chunk_logits: logits, tokens times words, that exist at once; 4 bytes each.
         """
+        self.loss = loss
         self._optimizer = adamw.create(optimizer, steps=steps, updates_per_step=updates_per_step)
         rate = adamw.schedule(optimizer, steps=steps, updates_per_step=updates_per_step)
         score = functools.partial(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from headrace import config
-from services.trainer.credit import Comparison, credited
+from services.trainer.credit import Comparison, credited, penalised
 from services.trainer.packing import Sample
 
 
@@ -88,3 +88,12 @@ def test_turns_without_a_formula_are_refused(estimator: str):
 def test_a_discount_without_turns_is_refused():
     with pytest.raises(ValueError, match="no effect"):
         config.Advantage(discount=0.9)
+
+
+def test_a_divergence_comes_off_the_reward_at_its_own_token():
+    samples = (three_turns(0, (0, 0, 1)), three_turns(1, (0, 0, 1)))
+    divergences = [np.where(sample.action_mask, 0.25, np.nan) for sample in samples]
+    shaped = penalised(Comparison(samples, (True, False)), divergences, coefficient=2.0)
+    assert shaped.kept == (True, False)
+    np.testing.assert_allclose(shaped.samples[0].rewards[samples[0].action_mask], [-0.5, -0.5, 0.5])
+    assert [float(sample.rewards.sum()) for sample in shaped.samples] == [1 - 3 * 0.5, 1 - 6 * 0.5]
