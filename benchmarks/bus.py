@@ -22,8 +22,8 @@ from headrace import stream
 from headrace import trajectory as records
 from headrace.stream import GroupEntry
 from headrace.v1 import trajectory_pb2 as pb
-from services.trainer.batcher import Rules, learnable, parse
 from services.trainer.lineage import Lineage
+from services.trainer.verdict import Rules, learnable, parse
 from tests import processes
 
 RUN_ID, VOCABULARY = "bus", 32_000

@@ -23,7 +23,7 @@ from headrace.config import Config, ConfigError
 from headrace.errors import StartupError
 from headrace.v1 import trainer_service_pb2 as pb
 from headrace.v1 import trainer_service_pb2_grpc
-from services.trainer.batcher import Batcher, Rules
+from services.trainer.batcher import Batcher
 from services.trainer.build import Model, build
 from services.trainer.commit import Committer
 from services.trainer.compute import ComputeThread
@@ -44,6 +44,7 @@ from services.trainer.server import SERVICE, Engines, TrainerServicer
 from services.trainer.status import Status
 from services.trainer.task_order import TaskOrder, TaskSource
 from services.trainer.train import Learner
+from services.trainer.verdict import Rules
 from services.trainer.warm_start import Collector, warm_start
 from services.trainer.weights import WeightStore
 

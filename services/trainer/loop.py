@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from headrace import config
 from headrace.v1 import trainer_service_pb2 as pb
 from services.trainer import machine, spans
-from services.trainer.batcher import Batcher, LearnableGroup
+from services.trainer.batcher import Batcher
 from services.trainer.commit import Committer
 from services.trainer.compute import ComputeThread
 from services.trainer.evaluation import Evaluator
@@ -31,6 +31,7 @@ from services.trainer.publisher import Publisher
 from services.trainer.report import Reporter, step_report
 from services.trainer.status import Status
 from services.trainer.stopwatch import Stopwatch
+from services.trainer.verdict import LearnableGroup
 
 _GRACE_S = 10.0
 

@@ -14,10 +14,10 @@ from typing import Any
 from tensorboardX import SummaryWriter
 
 from services.trainer import exposition
-from services.trainer.batcher import LearnableGroup
 from services.trainer.journal import Journal
 from services.trainer.status import Status
 from services.trainer.stopwatch import Stopwatch
+from services.trainer.verdict import LearnableGroup
 
 log = logging.getLogger(__name__)
 

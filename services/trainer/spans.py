@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace import tracing
-from services.trainer.batcher import LearnableGroup
 from services.trainer.report import StepReport
+from services.trainer.verdict import LearnableGroup
 
 
 def trained(groups: Sequence[LearnableGroup], report: StepReport) -> None:

@@ -22,7 +22,6 @@ from headrace import trajectory as records
 from headrace.stream import GroupEntry
 from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
-from services.trainer.batcher import Rules, parse, to_sample
 from services.trainer.compute import ComputeThread
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
@@ -34,6 +33,7 @@ from services.trainer.publisher import Publisher
 from services.trainer.returns import LEFT_OVER, MALFORMED, TOO_FEW_TRAINABLE, Returns
 from services.trainer.task_order import TaskOrder, sequence_number
 from services.trainer.train import Learner, TrainState
+from services.trainer.verdict import Rules, parse, to_sample
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from headrace import config, stream
 from headrace.stream import GroupEntry
 from headrace.trajectory import RecordError
 from headrace.v1 import trajectory_pb2 as pb
-from services.trainer.batcher import Batcher, Rules, Unfit, learnable, parse, to_sample
+from services.trainer.batcher import Batcher
 from services.trainer.credit import credited
 from services.trainer.feeder import Feeder
 from services.trainer.inbox import Inbox
@@ -21,6 +21,7 @@ from services.trainer.returns import DEGENERATE, LEFT_OVER, TOO_FEW_TRAINABLE, T
 from services.trainer.status import Status
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.task_order import TaskOrder, TaskSource
+from services.trainer.verdict import Rules, Unfit, learnable, parse, to_sample
 from tests.trainer.gateway import RUN_ID, VOCABULARY, Gateway, group, ordinary, trajectory
 
 TASK = pb.Task(task_id="00000000", environment="a", split="train", purpose=pb.PURPOSE_TRAINING)
