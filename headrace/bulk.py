@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace import address
-from headrace.errors import AddressInUse, StartupError
+from headrace.errors import AddressInUse
 from headrace.shipment import Shipment
 from headrace.v1 import trainer_service_pb2 as pb
 
@@ -53,14 +53,11 @@ class BulkServer:
             AddressInUse: the port is taken.
             StartupError: it is no address.
         """
-        try:
-            host, port = address.split(listen)
-        except ValueError as error:
-            raise StartupError(f"bulk transfers: {error}") from error
+        host, port = address.of_flag("--bulk-listen", listen)
         try:
             listener = socket.create_server((host or "0.0.0.0", port), backlog=1024)
         except OSError as error:
-            raise AddressInUse(f"{listen} cannot be bound for bulk transfers: is the port taken?") from error
+            raise AddressInUse(f"--bulk-listen {listen} cannot be bound: is the port taken? choose another") from error
         listener.setblocking(False)
         return cls(listener)
 

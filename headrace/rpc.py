@@ -243,10 +243,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
 
 def _refuse_taken(listen: str, flag: str) -> None:
     """Raises AddressInUse with the system's reason; gRPC would log lines of its own and keep the reason there."""
-    try:
-        host, port = address.split(listen)
-    except ValueError as error:
-        raise StartupError(f"{flag} {error}") from error
+    host, port = address.of_flag(flag, listen)
     refused: list[OSError] = []
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

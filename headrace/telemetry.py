@@ -14,7 +14,7 @@ from typing import Literal
 import prometheus_client
 
 from headrace import address
-from headrace.errors import AddressInUse, StartupError
+from headrace.errors import AddressInUse
 
 
 def configure(service: str, *, level: str = "info", log_format: Literal["text", "json"] = "text") -> None:
@@ -33,10 +33,7 @@ def serve_metrics(listen: str) -> int:
         AddressInUse: the port is taken.
         StartupError: it is no address.
     """
-    try:
-        host, port = address.split(listen)
-    except ValueError as error:
-        raise StartupError(f"--metrics-listen {error}") from error
+    host, port = address.of_flag("--metrics-listen", listen)
     try:
         server, _ = prometheus_client.start_http_server(port, addr=host or "0.0.0.0")
     except OSError as error:

@@ -11,6 +11,7 @@ import pytest
 
 from headrace import weights
 from headrace.bulk import BulkConnection, BulkServer
+from headrace.errors import AddressInUse, StartupError
 from headrace.shipment import Shipment, ShipmentFailed
 from headrace.v1 import trainer_service_pb2 as pb
 
@@ -243,3 +244,12 @@ async def test_a_transfer_that_is_cancelled_hangs_up_though_its_receiver_reads_n
         with pytest.raises(OSError):
             await connection.read_into([memoryview(bytearray(80_000_000))])
         connection.close()
+
+
+async def test_a_place_where_it_cannot_listen_is_told():
+    with pytest.raises(StartupError, match=r"--bulk-listen 'nowhere' is no HOST:PORT"):
+        BulkServer.start("nowhere")
+    server = BulkServer.start("127.0.0.1:0")
+    with pytest.raises(AddressInUse, match=rf"--bulk-listen 127.0.0.1:{server.port} cannot be bound"):
+        BulkServer.start(f"127.0.0.1:{server.port}")
+    await server.stop()

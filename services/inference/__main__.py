@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 from headrace import address, config, model_folder, rpc, security, telemetry, tracing
-from headrace.errors import AddressInUse, StartupError
+from headrace.errors import AddressInUse
 from services.inference import peers, vllm_puller
 from services.inference.guard import Guard
 from services.inference.hosts import Hosts, check
@@ -220,10 +220,7 @@ def _prepare_jax(settings: config.Config) -> None:
 @contextlib.asynccontextmanager
 async def _listening(listen: str, application: object, tls: security.Tls | None) -> AsyncIterator[int]:
     """An HTTP server on "host:port" (port 0: any) while the body runs; yields the port."""
-    try:
-        host, port = address.split(listen)
-    except ValueError as error:
-        raise StartupError(f"--listen {error}") from error
+    host, port = address.of_flag("--listen", listen)
     try:
         listener = socket.create_server((host or "0.0.0.0", port), backlog=4096)
     except OSError as error:

@@ -75,8 +75,8 @@ class OpenAiServer:
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, listen: str) -> None:
-        """Listens. Raises AddressInUse."""
-        host, port = address.split(listen)
+        """Listens. Raises AddressInUse, and StartupError where it is no address."""
+        host, port = address.of_flag("--openai-listen", listen)
         await self._runner.setup()
         context = None
         if self._security.tls and self._security.tls.files:

@@ -184,10 +184,10 @@ def arguments(run_file, port, metrics_port=None):
     ]
 
 
-def complaint(folder, run_file, port, metrics_port=None):
+def complaint(folder, run_file, port, metrics_port=None, *more):
     """What a gateway that cannot start says; it exits with 2."""
     process = processes.Process(
-        processes.service("rollout", *arguments(run_file, port, metrics_port)), folder / "gateway.log"
+        processes.service("rollout", *arguments(run_file, port, metrics_port), *more), folder / "gateway.log"
     )
     assert process.wait(30) == 2
     lines = [line for line in process.output.splitlines() if line.startswith("error: ")]
@@ -226,6 +226,15 @@ def test_a_taken_port(tmp_path, redis_url, which):
     ports = (taken, None) if which == "--listen" else (processes.free_port(), taken)
     (line,) = complaint(tmp_path, run_file, *ports)
     assert f"{which} 127.0.0.1:{taken} cannot be bound" in line
+
+
+@pytest.mark.parametrize(
+    ("listen", "told"), [("nonsense", "is no HOST:PORT; give both"), ("192.0.2.1:7180", "choose another")]
+)
+def test_agents_cannot_be_served_there(tmp_path, redis_url, listen, told):
+    run_file = write(tmp_path, redis__url=redis_url, **ADDRESSES)
+    (line,) = complaint(tmp_path, run_file, processes.free_port(), None, "--openai-listen", listen)
+    assert "--openai-listen" in line and listen in line and told in line
 
 
 def _memory_bytes(pid):
