@@ -20,12 +20,11 @@ import numpy as np
 from headrace import weights
 from headrace.errors import StartupError
 from services.inference import sglang_jax
-from services.inference.request import Request
 from services.inference.weights import Hold, Version
 from tests import processes
 from tests.inference import engine as engines
 from tests.inference import reference
-from tests.inference.sharded import INFERENCE
+from tests.inference.sharded import INFERENCE, across_a_swap
 
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(processes.ROOT / ".cache" / "jax-tests")
 
@@ -58,25 +57,9 @@ async def tried(folder: Path) -> dict[str, Any]:
     await engine.install(Version("test", 1, "", {**base, **adapters[1]}), hold)
     before = base_hashes(engine)
     programs = engine.programs
-    prompts = [
-        np.random.default_rng(seed).integers(4, config["vocab_size"], 5 + 7 * seed).tolist() for seed in range(4)
-    ]
-    futures = [
-        engine.submit(Request(None, prompt, new, 1.0, [], True, None, None, None))[1]
-        for prompt, new in zip(prompts, (10, 80, 80, 80), strict=True)
-    ]
-    await futures[0]
-    await engine.install(Version("test", 2, "", adapters[2]), hold)
-    replies = [await future for future in futures]
-    errors = [
-        np.abs(
-            reference.logprobs(config, merged, prompt, reply.token_ids, spans=reply.spans) - np.array(reply.logprobs)
-        ).max()
-        for prompt, reply in zip(prompts, replies, strict=True)
-    ]
+    found = await across_a_swap(engine, config, merged, Version("test", 2, "", adapters[2]))
     return {
-        "largest_error": float(max(errors)),
-        "spans": [reply.spans for reply in replies],
+        **found,
         "base_tensors": len(before),
         "base_unchanged": base_hashes(engine) == before,
         "refused": refused,

@@ -64,8 +64,19 @@ async def tried(folder: Path, count: int) -> dict[str, Any]:
     config = json.loads((settings.model_path / "config.json").read_text())
     versions = {version: reference.random_weights(config, seed=version) for version in (1, 2)}
     engine, _ = await sglang_jax.Engine.start(settings, died=print)
-    hold = Hold()
-    await engine.install(Version("test", 1, "", versions[1]), hold)
+    await engine.install(Version("test", 1, "", versions[1]), Hold())
+    found = await across_a_swap(engine, config, versions, Version("test", 2, "", versions[2]))
+    return {**found, **shards(engine, config, versions[2], count)}
+
+
+async def across_a_swap(
+    engine: sglang_jax.Engine, config: dict[str, Any], weights_of: dict[int, Any], second: Version
+) -> dict[str, Any]:
+    """What four requests are answered with when a version comes while three of them run.
+
+    Args:
+        weights_of: what the reference computes with, by version.
+    """
     prompts = [
         np.random.default_rng(seed).integers(4, config["vocab_size"], 5 + 7 * seed).tolist() for seed in range(4)
     ]
@@ -75,19 +86,16 @@ async def tried(folder: Path, count: int) -> dict[str, Any]:
         for prompt, new in zip(prompts, (10, 80, 80, 80), strict=True)
     ]
     await futures[0]
-    await engine.install(Version("test", 2, "", versions[2]), hold)
+    await engine.install(second, Hold())
     replies = [await future for future in futures]
     errors = [
         np.abs(
-            reference.logprobs(config, versions, prompt, reply.token_ids, spans=reply.spans) - np.array(reply.logprobs)
+            reference.logprobs(config, weights_of, prompt, reply.token_ids, spans=reply.spans)
+            - np.array(reply.logprobs)
         ).max()
         for prompt, reply in zip(prompts, replies, strict=True)
     ]
-    return {
-        "largest_error": float(max(errors)),
-        "spans": [reply.spans for reply in replies],
-        **shards(engine, config, versions[2], count),
-    }
+    return {"largest_error": float(max(errors)), "spans": [reply.spans for reply in replies]}
 
 
 def shards(engine: Any, config: dict[str, Any], published: dict[str, np.ndarray], count: int) -> dict[str, Any]:
